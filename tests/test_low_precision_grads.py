@@ -1,0 +1,94 @@
+"""16-bit grads: the stand-ins answer Megatron's grad code as FP32 copies of all grads would."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_dos.low_precision_grads import LowPrecisionGrads
+
+SHAPES = (1, 7, 4096, 100_003)
+
+
+def shards_with_grads(dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shards = []
+    for numel in SHAPES:
+        shard = torch.zeros(numel, dtype=dtype)
+        shard.decoupled_grad = torch.randn(numel, generator=generator).to(dtype)
+        shards.append(shard)
+    fp32 = torch.zeros(5)
+    fp32.decoupled_grad = torch.randn(5, generator=generator)
+    return [*shards, fp32]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("inv_scale", [None, 2.0**-16, 1 / 1000])
+def test_norm_and_clip_have_the_bits_of_the_upcasting_path(dtype, inv_scale):
+    shards = shards_with_grads(dtype)
+    copies = [shard.decoupled_grad.clone() for shard in shards]
+    inv = None if inv_scale is None else torch.tensor([inv_scale])
+
+    # Megatron's own path: up-cast, unscale in place, take norms, clip in place.
+    upcast = [grad.float() for grad in copies]
+    if inv is not None:
+        for grad in upcast:
+            grad.mul_(inv)
+    norms = [torch.norm(grad) for grad in upcast]
+    factor = 0.1234567
+
+    low = LowPrecisionGrads()
+    low.collect(shards, inv, count_zeros=False)
+    if inv is not None:
+        shards[-1].decoupled_grad.mul_(inv)  # FP32 grads are unscaled in place by Megatron
+    stand_ins = low.for_norm([shard.decoupled_grad for shard in shards])
+    assert [torch.norm(g).item() for g in stand_ins] == [n.item() for n in norms]
+
+    for shard in shards:  # as Megatron's clip does
+        shard.decoupled_grad.copy_(shard.decoupled_grad * factor)
+    factors = low.clip_factors()
+    assert set(factors) == set(range(len(SHAPES)))
+    for index, numel in enumerate(SHAPES):
+        grad = low.grad(index).float()
+        if inv is not None:
+            grad.mul_(low.inv_scale)
+        assert torch.equal(grad * factors[index], upcast[index] * factor)
+        assert grad.numel() == numel
+        assert torch.equal(low.grad(index), copies[index])  # the buffer is left as it was
+    assert low.grad(len(SHAPES)) is None
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_one_non_finite_element_shows_in_the_magnitudes(bad):
+    shards = shards_with_grads(torch.bfloat16)
+    low = LowPrecisionGrads()
+    low.collect(shards, None, count_zeros=False)
+    assert all(torch.isfinite(m).all() for m in low.magnitudes())
+    shards = shards_with_grads(torch.bfloat16)
+    shards[3].decoupled_grad[-1] = bad
+    low.collect(shards, None, count_zeros=False)
+    assert [bool(torch.isfinite(m).all()) for m in low.magnitudes()] == [True, True, True, False]
+
+
+def test_zeros_are_counted_after_clipping():
+    shards = shards_with_grads(torch.bfloat16)
+    shards[2].decoupled_grad[::3] = 0
+    expected = [int((shard.decoupled_grad == 0).sum()) for shard in shards]
+    low = LowPrecisionGrads()
+    low.collect(shards, None, count_zeros=True)
+    for shard in shards:
+        shard.decoupled_grad.mul_(0.5)
+    counted = [s.decoupled_grad.numel() - int(torch.count_nonzero(s.decoupled_grad)) for s in shards]
+    assert counted == expected
+    assert expected[2] >= SHAPES[2] // 3
+
+
+def test_the_inverse_scale_is_that_of_the_collected_step():
+    low = LowPrecisionGrads()
+    inv = torch.tensor([0.25])
+    low.collect(shards_with_grads(torch.float16), inv, count_zeros=False)
+    assert low.inv_scale is inv
+    low.clear()
+    assert low.inv_scale is None
+    assert low.clip_factors() == {}
+    assert low.grad(0) is None

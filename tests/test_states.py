@@ -1,0 +1,56 @@
+"""Host memory: what does not fit is refused before it is allocated; what fits is lazily mapped."""
+
+import psutil
+import pytest
+import torch
+
+from megatron_dos import states
+from megatron_dos.engine import UpdateEngine
+from megatron_dos.partition import OwnedRange, partition
+
+
+def test_refuses_what_does_not_fit_and_says_how_much_is_missing(monkeypatch):
+    monkeypatch.setattr(states, "available_host_memory", lambda: 10 * 2**30)
+    states.require_host_memory(5 * 2**30, ranks_on_node=2)
+    with pytest.raises(states.HostMemoryError, match=r"5\.00 GiB.*15\.00 GiB for the 3 rank.*10\.00 GiB are available"):
+        states.require_host_memory(5 * 2**30, ranks_on_node=3)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(states.HostMemoryError, match="4 rank"):
+        states.require_host_memory(5 * 2**30)
+
+
+def test_the_engine_allocates_nothing_when_it_refuses(monkeypatch):
+    monkeypatch.setattr(states, "available_host_memory", lambda: 1000)
+    monkeypatch.setattr(states.HostStates, "__init__", lambda *a: pytest.fail("allocated"))
+    parts = partition([OwnedRange(0, (0, 0), 0, 4096)], 1024)
+    with pytest.raises(states.HostMemoryError):
+        UpdateEngine(parts, [torch.zeros(4096)], threads=1)
+
+
+def test_a_container_limit_below_the_machine_counts(monkeypatch, tmp_path):
+    limit, usage = tmp_path / "max", tmp_path / "current"
+    real = states.Path
+    names = {"/sys/fs/cgroup/memory.max": limit, "/sys/fs/cgroup/memory.current": usage}
+    monkeypatch.setattr(states, "Path", lambda name: real(names.get(name, tmp_path / "absent")))
+    limit.write_text("3000\n")
+    usage.write_text("1000\n")
+    assert states.available_host_memory() == 2000
+    limit.write_text("max\n")
+    assert states.available_host_memory() == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+
+
+def test_states_take_12_bytes_a_parameter_and_staging_is_bounded():
+    numel, size = 1_000_000, 10_000
+    engine = UpdateEngine(partition([OwnedRange(0, (0, 0), 0, numel)], size), [torch.zeros(numel)], threads=1)
+    slabs = [engine.states.master, engine.states.exp_avg, engine.states.exp_avg_sq]
+    assert sum(slab.untyped_storage().nbytes() for slab in slabs) == 12 * numel
+    slots = engine._host_grads + engine._host_params
+    assert sum(slot.untyped_storage().nbytes() for slot in slots) == engine.staging_bytes == 2 * size * 8
+    assert engine.host_bytes == 12 * numel + engine.staging_bytes
+
+
+def test_states_start_as_zeros_and_take_memory_only_when_written():
+    resident = psutil.Process().memory_info().rss
+    host = states.HostStates(256 * 2**20)  # 3 GiB of address space
+    assert psutil.Process().memory_info().rss - resident < 64 * 2**20
+    assert not host.exp_avg[:1000].any()
