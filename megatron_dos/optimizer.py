@@ -1,0 +1,255 @@
+"""The distributed optimizer whose Adam states live in host memory: a subclass of Megatron's own.
+
+[Note: the precision-aware seat] Megatron's `DistributedOptimizer` has a mode in which the inner optimizer owns the
+FP32 master params (it was made for an Adam of transformer-engine and sits behind the derived attribute
+`use_precision_aware_optimizer_no_fp8_or_ds_fp8` of the config). In that mode the base class makes no FP32 params on
+the device, hands the reduced grads over in place as `decoupled_grad`, leaves writing the params to the inner
+optimizer and asks `_get/_set_main_param_and_optimizer_states` for the states at checkpoints. That is exactly the
+seat this optimizer needs, so it switches the attribute on, without asking the user for the flag behind it; the
+inner optimizer then is `HostAdam` below. Partitioning, grad reduction, unscaling, norm, clipping, the parameter
+all-gather, the checkpoint layouts and every process group stay Megatron's own code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron_dos.arguments import DosOptions, validate_config
+from megatron_dos.engine import StepInputs, UpdateEngine
+from megatron_dos.kernels import AdamScalars
+from megatron_dos.low_precision_grads import LowPrecisionGrads
+from megatron_dos.partition import automatic_subgroup_size, owned_ranges, partition
+
+__all__ = ["DeepStatesOptimizer", "HostAdam"]
+
+
+class HostAdam(torch.optim.Optimizer):
+    """The inner optimizer: AdamW (or Adam with L2 decay) on host states, behind torch's optimizer interface.
+
+    Args:
+        param_groups: Megatron's groups, kept as they are; their `params` are flat shards of the model params, and
+            `lr`, `betas`, `eps` and `weight_decay` are read from them at each step.
+        engine: the states and their update.
+        owners: shard -> index of that shard in the engine.
+        decoupled: AdamW when true, else the decay is added to the grad.
+        low_precision: the step's grads that are not FP32.
+
+    `step_count` is the one step counter of this rank: there is none per group, subgroup or parameter.
+    """
+
+    def __init__(
+        self,
+        param_groups: list[dict[str, Any]],
+        engine: UpdateEngine,
+        owners: dict[torch.Tensor, int],
+        decoupled: bool,
+        low_precision: LowPrecisionGrads,
+    ) -> None:
+        # torch would refuse shards of FP32 params, which are views that autograd knows: give it the groups after.
+        super().__init__([{"params": []}], defaults={})
+        self.param_groups = param_groups
+        self.step_count = 0
+        self._engine = engine
+        self._owners = owners
+        self._decoupled = decoupled
+        self._low_precision = low_precision
+        for shard, owner in owners.items():
+            states = engine.owner_states(owner)
+            self.state[shard] = {
+                "master_param": states["master"],
+                "exp_avg": states["exp_avg"],
+                "exp_avg_sq": states["exp_avg_sq"],
+            }
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update all states and params from the grads in the shards' `decoupled_grad`.
+
+        Raises:
+            ValueError: a hyper-parameter of a param group is not usable (nothing has been updated then).
+            RuntimeError: a shard has no grad: `step` was called before the grads were prepared.
+        """
+        if closure is not None:
+            raise ValueError("HostAdam.step takes no closure: Megatron computes the grads before the step")
+        step = self.step_count + 1
+        scalars: dict[int, AdamScalars] = {}
+        grads: dict[int, torch.Tensor] = {}
+        for group in self.param_groups:
+            of_group = AdamScalars.at_step(
+                step,
+                lr=float(group["lr"]),
+                betas=tuple(group["betas"]),
+                eps=float(group["eps"]),
+                weight_decay=float(group["weight_decay"]),
+                decoupled=self._decoupled,
+            )
+            for shard in group["params"]:
+                owner = self._owners[shard]
+                grad = self._low_precision.grad(owner)
+                grad = shard.decoupled_grad if grad is None else grad
+                if grad is None:
+                    raise RuntimeError("HostAdam.step: a parameter shard has no grad; prepare_grads() comes first")
+                scalars[owner], grads[owner] = of_group, grad
+        count = len(self._owners)
+        self._engine.update(
+            StepInputs(
+                grads=[grads[i] for i in range(count)],
+                scalars=[scalars[i] for i in range(count)],
+                unscale=self._low_precision.inv_scale,
+                grad_scales=self._low_precision.clip_factors(),
+            )
+        )
+        self.step_count = step
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's layout: `state` by position of the parameter, `param_groups` with positions for `params`."""
+        position = 0
+        groups, state = [], {}
+        for group in self.param_groups:
+            positions = []
+            for shard in group["params"]:
+                state[position] = dict(self.state[shard])
+                positions.append(position)
+                position += 1
+            groups.append({**group, "params": positions, "step": self.step_count})
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take hyper-parameters and the step from `param_groups`; the states are loaded in place elsewhere.
+
+        Raises:
+            ValueError: the number of groups differs, or the groups do not agree on the step.
+        """
+        saved_groups = state_dict["param_groups"]
+        if len(saved_groups) != len(self.param_groups):
+            raise ValueError(
+                f"the checkpoint has {len(saved_groups)} optimizer param groups, this model {len(self.param_groups)}: "
+                "it was saved from a different model or with different --decoupled-lr / weight-decay settings"
+            )
+        steps = {int(group["step"]) for group in saved_groups if group.get("step") is not None}
+        if len(steps) > 1:
+            raise ValueError(f"the optimizer param groups of the checkpoint disagree on the step: {sorted(steps)}")
+        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+            group.update({key: value for key, value in saved.items() if key not in ("params", "step")})
+        self.step_count = steps.pop() if steps else 0
+
+
+class DeepStatesOptimizer(DistributedOptimizer):
+    """Megatron's distributed optimizer with FP32 master params, exp_avg and exp_avg_sq in host memory.
+
+    Takes the base class's arguments; see its docstring for them. The inner optimizer that Megatron built is used
+    for its param groups only: it never holds a state.
+    """
+
+    def __init__(self, optimizer, config, grad_scaler, init_state_fn, model_chunks, *args, **kwargs) -> None:
+        """Replaces: FP32 params on the device and the inner optimizer. The rest is the base class's."""
+        validate_config(config, model_chunks[0].ddp_config)
+        # See [Note: the precision-aware seat].
+        config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+        super().__init__(optimizer, config, grad_scaler, init_state_fn, model_chunks, *args, **kwargs)
+        if self.is_stub_optimizer:
+            return
+        options = DosOptions.from_config(config)
+
+        # One shard a parameter that this rank owns a part of: the flat view that base class made of it.
+        self._owned_params: list[torch.nn.Parameter] = []
+        self._shards: list[torch.Tensor] = []
+        for params, shards in (
+            (self.model_float16_groups, self.shard_float16_groups),
+            (self.model_fp32_groups, self.shard_fp32_groups),
+        ):
+            for params_of_group, shards_of_group in zip(params, shards, strict=True):
+                self._owned_params += params_of_group
+                self._shards += shards_of_group
+        self._owner_of = {param: owner for owner, param in enumerate(self._owned_params)}
+
+        ranges = owned_ranges(self.gbuf_ranges, self._owner_of)
+        size = options.dos_subgroup_size or automatic_subgroup_size(sum(owned.numel for owned in ranges))
+        self._engine = UpdateEngine(
+            partition(ranges, size),
+            [shard.detach() for shard in self._shards],
+            threads=options.dos_cpu_threads or None,
+        )
+        self._low_precision = LowPrecisionGrads()
+        self.optimizer = HostAdam(
+            self.optimizer.param_groups,
+            self._engine,
+            {shard: owner for owner, shard in enumerate(self._shards)},
+            decoupled=config.decoupled_weight_decay,
+            low_precision=self._low_precision,
+        )
+        self._copy_model_params_to_main_params()
+
+    def _copy_model_grads_to_main_grads(self) -> None:
+        """Adds to the base: grads that are not FP32 get stand-ins, see `low_precision_grads`."""
+        super()._copy_model_grads_to_main_grads()
+        if self.is_stub_optimizer:
+            return
+        self._low_precision.collect(
+            self._shards,
+            self.grad_scaler.inv_scale if self.grad_scaler else None,
+            count_zeros=self.config.log_num_zeros_in_grad,
+        )
+
+    def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
+        """Replaces: 16-bit grads in the list of tensors that are unscaled in place, by their magnitudes."""
+        in_place = [
+            shard.decoupled_grad.data
+            for owner, shard in enumerate(self._shards)
+            if self._low_precision.grad(owner) is None
+        ]
+        return in_place + self._low_precision.magnitudes()
+
+    def get_grads_for_grad_norm(self, *args, **kwargs) -> list[torch.Tensor]:
+        """Replaces: 16-bit grads in the list of tensors that the norm is taken of, by their norms."""
+        grads = super().get_grads_for_grad_norm(*args, **kwargs)
+        return grads if self.is_stub_optimizer else self._low_precision.for_norm(grads)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Adds to the base: the step's 16-bit grads are let go."""
+        super().zero_grad(set_to_none)
+        if not self.is_stub_optimizer:
+            self._low_precision.clear()
+
+    def _copy_model_params_to_main_params(self, state_dict=None) -> None:
+        """Replaces: the precision-aware mode would leave the master params as they are.
+
+        The masters are taken from the model params, or from `state_dict` where it is given: its params may have
+        more precision than the model's.
+        """
+        sources = {}
+        if state_dict is not None:
+            sources = self._build_model_param_to_state_dict_param_map(state_dict)
+        for owner, param in enumerate(self._owned_params):
+            owned = self._get_model_param_range_map(param)["param"]
+            source = sources.get(param, param).detach().view(-1)[owned.start : owned.end]
+            self._engine.owner_states(owner)["master"].copy_(source)
+
+    def _get_main_param_and_optimizer_states(self, model_param) -> dict[str, torch.Tensor]:
+        """Replaces: the lookup in an inner optimizer of transformer-engine. Views of the host states, no copies."""
+        states = self._engine.owner_states(self._owner_of[model_param])
+        return {"param": states["master"], "exp_avg": states["exp_avg"], "exp_avg_sq": states["exp_avg_sq"]}
+
+    def _set_main_param_and_optimizer_states(self, model_param, tensors) -> None:
+        """Replaces: the counterpart of `_get_main_param_and_optimizer_states`. Copies into the host states."""
+        for key, state in self._get_main_param_and_optimizer_states(model_param).items():
+            state.copy_(tensors[key])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Replaces: how the step is found. The base reads it from per-tensor states and fails on a rank without any."""
+        groups = self.optimizer.state_dict()["param_groups"]
+        for group in groups:
+            del group["params"]
+        state_dict: dict[str, Any] = {"optimizer": {"param_groups": groups}}
+        if self.grad_scaler:
+            state_dict["grad_scaler"] = self.grad_scaler.state_dict()
+        return state_dict
+
+    def offload_to_cpu(self) -> None:
+        """Replaces: moving states off the device. They are never on it, and the shards are views of the params."""
+
+    def restore_from_cpu(self) -> None:
+        """Replaces: the counterpart of `offload_to_cpu`."""
