@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 __all__ = ["OwnedRange", "Partition", "Piece", "Subgroup", "automatic_subgroup_size", "owned_ranges", "partition"]
@@ -130,7 +131,7 @@ def partition(ranges: Iterable[OwnedRange], subgroup_size: int) -> Partition:
 
 
 def _check_disjoint(members: Sequence[OwnedRange]) -> None:
-    for before, after in zip(members, members[1:], strict=False):
+    for before, after in pairwise(members):
         if before.start + before.numel > after.start:
             raise ValueError(f"owned ranges overlap in bucket {before.bucket}: {before} and {after}")
 

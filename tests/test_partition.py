@@ -1,5 +1,6 @@
 """Every element that a rank owns is in exactly one subgroup, for any buffer layout Megatron can produce."""
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -69,7 +70,7 @@ def test_every_owned_element_is_in_exactly_one_subgroup(buffer_layout, size):
                     assert subgroup.start <= piece.slab + i < subgroup.stop
         assert sorted(seen) == sorted(covered)
         assert sorted(seen.values()) == list(range(parts.numel))
-        assert [s.start for s in parts.subgroups] == [0, *[s.stop for s in parts.subgroups[:-1]]][: len(parts.subgroups)]
+        assert all(before.stop == after.start for before, after in pairwise(parts.subgroups))
         for owner, (start, stop) in parts.slab_ranges.items():
             assert [seen[owner, i] for i in range(stop - start)] == list(range(start, stop))
         assert parts.largest == max((s.numel for s in parts.subgroups), default=0)
