@@ -1,0 +1,407 @@
+"""The options of deep optimizer states: their flags, their checks, and the combinations they refuse.
+
+`DosOptions` is the one description of an option: the argparse group and the fields that OptimizerConfig gains
+are generated from it. `REFUSALS` is the one list of combinations that cannot work, read by two readers:
+`validate_args`, which Megatron calls with the raw command line, and `validate_config`, for programs that build
+OptimizerConfig and DistributedDataParallelConfig themselves.
+
+Nothing here imports Megatron, torch or the rest of this package: argument parsing needs none of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import functools
+import inspect
+import itertools
+import os
+import textwrap
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = [
+    "DosOptions",
+    "UnsupportedOptionError",
+    "add_arguments",
+    "allowed_cores",
+    "validate_args",
+    "validate_config",
+    "validate_optimizer",
+]
+
+_FLAG = "--use-deep-optimizer-states"
+_MISSING = object()
+
+
+class UnsupportedOptionError(ValueError):
+    """An option that deep optimizer states cannot honour; the message names the flags and the way out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DosOptions:
+    """What a user may choose about deep optimizer states.
+
+    Raises:
+        UnsupportedOptionError: a value of the wrong type, or outside the limits of its field.
+    """
+
+    use_deep_optimizer_states: bool = False
+    """Keep the Adam states of the distributed optimizer (FP32 master parameters and both moments) in host memory
+    and update them subgroup by subgroup. Needs --use-distributed-optimizer."""
+
+    dos_subgroup_size: int = field(default=0, metadata={"metavar": "PARAMETERS", "maximum": 2**40})
+    """Parameters per subgroup of the deep optimizer states. 0 chooses the size automatically."""
+
+    dos_cpu_threads: int = field(default=0, metadata={"metavar": "THREADS", "maximum": 2**16})
+    """Threads with which this rank updates its subgroups on the CPU. 0 takes this rank's share of the cores
+    that it may use."""
+
+    def __post_init__(self) -> None:
+        for option in dataclasses.fields(self):
+            _check_value(option, getattr(self, option.name))
+
+    @classmethod
+    def from_args(cls, args: Any) -> DosOptions:
+        """Read the options from Megatron's parsed arguments; an absent attribute means its default."""
+        return cls(**{f.name: getattr(args, f.name) for f in dataclasses.fields(cls) if hasattr(args, f.name)})
+
+    @classmethod
+    def from_config(cls, config: Any) -> DosOptions:
+        """Read the options from an OptimizerConfig, whose fields have the same names."""
+        return cls.from_args(config)
+
+    @classmethod
+    def types(cls) -> dict[str, type]:
+        """The type of each option, by field name, in order of declaration."""
+        return typing.get_type_hints(cls)
+
+
+def _check_value(option: dataclasses.Field, value: Any) -> None:
+    flag, kind = _flag(option.name), DosOptions.types()[option.name]
+    # bool is a subclass of int, and True is no number of threads.
+    if type(value) is not kind:
+        raise UnsupportedOptionError(f"{flag} takes {_NAMES[kind]}, not {value!r}.")
+    maximum = option.metadata.get("maximum")
+    if maximum is not None and not 0 <= value <= maximum:
+        raise UnsupportedOptionError(f"{flag} {value} is out of range: give 0 (automatic) or 1 to {maximum}.")
+
+
+_NAMES = {bool: "True or False", int: "a whole number"}
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+@functools.cache
+def field_docs() -> dict[str, str]:
+    """The docstring under each field of DosOptions, on one line, by field name."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(DosOptions)))
+    body = tree.body[0].body  # type: ignore[attr-defined]
+    docs = {
+        declared.target.id: " ".join(doc.value.value.split())
+        for declared, doc in itertools.pairwise(body)
+        if isinstance(declared, ast.AnnAssign)
+        and isinstance(declared.target, ast.Name)
+        and isinstance(doc, ast.Expr)
+        and isinstance(doc.value, ast.Constant)
+        and isinstance(doc.value.value, str)
+    }
+    undocumented = [f.name for f in dataclasses.fields(DosOptions) if f.name not in docs]
+    if undocumented:
+        raise TypeError(f"every field of DosOptions needs a docstring; missing: {', '.join(undocumented)}")
+    return docs
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the argument group 'deep optimizer states' to `parser` and return it."""
+    group = parser.add_argument_group(title="deep optimizer states")
+    kinds, docs = DosOptions.types(), field_docs()
+    for option in dataclasses.fields(DosOptions):
+        settings: dict[str, Any] = {"default": option.default, "help": docs[option.name].replace("%", "%%")}
+        if kinds[option.name] is bool:
+            settings["action"] = "store_true"
+        else:
+            settings.update(type=kinds[option.name], metavar=option.metadata["metavar"])
+        group.add_argument(_flag(option.name), **settings)
+    return parser
+
+
+def allowed_cores() -> int:
+    """CPU cores that this process may run on (its affinity mask, not the machine's total)."""
+    return len(os.sched_getaffinity(0))
+
+
+# --- The combinations that are refused -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Refusal:
+    """One setting of Megatron's that deep optimizer states cannot work with."""
+
+    verb: str = "does not work with"
+    flag: str
+    """The flag to name. `{value}` stands for the value that was given."""
+    fields: tuple[str, ...]
+    """The attributes that hold the setting, in args and in the config objects alike. Absent ones are passed over."""
+    refused: Callable[[Any], bool]
+    """Whether a value of one of these attributes is refused."""
+    reason: str
+    """Why it cannot work, a clause without a full stop."""
+    way_out: str
+    """What the user can do other than giving up deep optimizer states, or '' where there is nothing."""
+
+
+def _dtype_name(dtype: Any) -> str:
+    """'bf16' for 'bf16' (raw arguments) and for torch.bfloat16 (configs) alike."""
+    name = str(dtype).removeprefix("torch.")
+    return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "fp8"}.get(name, name)
+
+
+def _not_fp32(dtype: Any) -> bool:
+    return dtype is not None and _dtype_name(dtype) != "fp32"
+
+
+def _is_false(value: Any) -> bool:
+    return value is not None and not value
+
+
+_DROP = "Drop {flag}"
+
+REFUSALS: tuple[_Refusal, ...] = (
+    _Refusal(
+        flag="--use-megatron-fsdp",
+        fields=("use_megatron_fsdp", "use_custom_fsdp"),
+        refused=bool,
+        reason="Megatron-FSDP shards and updates the parameters itself, without the distributed optimizer's buffers",
+        way_out=_DROP,
+    ),
+    _Refusal(
+        flag="--use-torch-fsdp2",
+        fields=("use_torch_fsdp2",),
+        refused=bool,
+        reason="torch's FSDP2 shards the parameters itself, without the distributed optimizer's buffers",
+        way_out=_DROP,
+    ),
+    _Refusal(
+        flag="--freeze-all-layers",
+        fields=("freeze_all_layers",),
+        refused=bool,
+        reason="Megatron then turns the distributed optimizer off, as there is nothing to update",
+        way_out=_DROP,
+    ),
+    _Refusal(
+        flag="--optimizer {value}",
+        fields=("optimizer",),
+        refused=lambda name: name != "adam",
+        reason="the update is Adam's",
+        way_out="Use --optimizer adam",
+    ),
+    _Refusal(
+        # No flag of Megatron's: it sets this field itself where --optimizer is not adam or sgd.
+        flag="use_layer_wise_distributed_optimizer",
+        fields=("use_layer_wise_distributed_optimizer",),
+        refused=bool,
+        reason="it assigns whole layers to ranks, and deep optimizer states need the distributed optimizer's shards",
+        way_out="Use --optimizer adam with --use-distributed-optimizer",
+    ),
+    _Refusal(
+        flag="--optimizer-cpu-offload",
+        fields=("optimizer_cpu_offload",),
+        refused=bool,
+        reason="both keep the optimizer states in host memory, each in its own way",
+        way_out="Drop {flag} and the flags that belong to it",
+    ),
+    _Refusal(
+        flag="--optimizer-offload-fraction {value}",
+        fields=("optimizer_offload_fraction",),
+        # 1.0 is the default of the arguments, 0.0 that of OptimizerConfig.
+        refused=lambda fraction: fraction not in (None, 0.0, 1.0),
+        reason="it sets the share of --optimizer-cpu-offload, and all states live in host memory here",
+        way_out=_DROP,
+    ),
+    _Refusal(
+        flag="--use-torch-optimizer-for-cpu-offload",
+        fields=("use_torch_optimizer_for_cpu_offload",),
+        refused=bool,
+        reason="it belongs to --optimizer-cpu-offload, and the CPU update is this project's own here",
+        way_out=_DROP,
+    ),
+    _Refusal(
+        flag="--overlap-cpu-optimizer-d2h-h2d",
+        fields=("overlap_cpu_optimizer_d2h_h2d",),
+        refused=bool,
+        reason="it belongs to --optimizer-cpu-offload, and would change nothing here",
+        way_out=_DROP,
+    ),
+    _Refusal(
+        flag="--no-pin-cpu-grads",
+        fields=("pin_cpu_grads",),
+        refused=_is_false,
+        reason="it belongs to --optimizer-cpu-offload, and would change nothing here",
+        way_out=_DROP,
+    ),
+    _Refusal(
+        flag="--no-pin-cpu-params",
+        fields=("pin_cpu_params",),
+        refused=_is_false,
+        reason="it belongs to --optimizer-cpu-offload, and would change nothing here",
+        way_out=_DROP,
+    ),
+    _Refusal(
+        flag="--use-precision-aware-optimizer",
+        fields=("use_precision_aware_optimizer",),
+        refused=bool,
+        reason="it leaves master parameters and moments to Transformer Engine's optimizer, on the GPU",
+        way_out=_DROP,
+    ),
+    _Refusal(
+        flag="--main-params-dtype {value}",
+        fields=("main_params_dtype",),
+        refused=_not_fp32,
+        reason="the master parameters are kept in fp32",
+        way_out=_DROP,
+    ),
+    _Refusal(
+        flag="--main-grads-dtype {value}",
+        fields=("main_grads_dtype",),
+        refused=_not_fp32,
+        reason="it takes effect through --use-precision-aware-optimizer only",
+        way_out="For bf16 gradients give --grad-reduce-in-bf16 instead",
+    ),
+    _Refusal(
+        flag="--exp-avg-dtype {value}",
+        fields=("exp_avg_dtype",),
+        refused=_not_fp32,
+        reason="the moments are kept in fp32",
+        way_out=_DROP,
+    ),
+    _Refusal(
+        flag="--exp-avg-sq-dtype {value}",
+        fields=("exp_avg_sq_dtype",),
+        refused=_not_fp32,
+        reason="the moments are kept in fp32",
+        way_out=_DROP,
+    ),
+    _Refusal(
+        flag="--fp8-param-gather",
+        fields=("fp8_param_gather", "fp8_param"),
+        refused=bool,
+        reason="the update writes fp32, bf16 or fp16 parameters, and cannot quantize them to FP8",
+        way_out="Drop {flag} (FP8 compute with bf16 parameters works)",
+    ),
+    _Refusal(
+        flag="--fp4-param-gather",
+        fields=("fp4_param_gather", "fp4_param"),
+        refused=bool,
+        reason="the update writes fp32, bf16 or fp16 parameters, and cannot quantize them to FP4",
+        way_out="Drop {flag} (FP4 compute with bf16 parameters works)",
+    ),
+    _Refusal(
+        flag="--reuse-grad-buf-for-mxfp8-param-ag",
+        fields=("reuse_grad_buf_for_mxfp8_param_ag",),
+        refused=bool,
+        reason="it gathers MXFP8 parameters out of main parameters on the GPU, which do not exist here",
+        way_out=_DROP,
+    ),
+    _Refusal(
+        flag="--optimizer-cuda-graph",
+        fields=("optimizer_cuda_graph",),
+        refused=bool,
+        reason="a CUDA graph cannot capture a step that works on the CPU as well",
+        way_out="Drop {flag} (CUDA graphs of the forward and backward passes work)",
+    ),
+    _Refusal(
+        flag="--qk-clip",
+        fields=("qk_clip",),
+        refused=bool,
+        reason="it rescales the main parameters on the GPU after the step, which do not exist here",
+        way_out=_DROP,
+    ),
+    # Last, because Megatron turns the distributed optimizer off for some of the above, which are then the cause.
+    _Refusal(
+        verb="needs",
+        flag="--use-distributed-optimizer",
+        fields=("use_distributed_optimizer",),
+        refused=lambda used: not used,
+        reason="the states are those of the distributed optimizer",
+        way_out="Add {flag}",
+    ),
+)
+
+
+def _complaints(sources: Sequence[Any], are_configs: bool) -> list[str]:
+    """One complaint for each row of REFUSALS that an attribute of one of the `sources` falls under."""
+    complaints = []
+    for row in REFUSALS:
+        for source, name in itertools.product(sources, row.fields):
+            value = getattr(source, name, _MISSING)
+            if value is _MISSING or not row.refused(value):
+                continue
+            flag = row.flag.format(value=_dtype_name(value))
+            # Who built the config object knows its field, not the flag.
+            where = f" ({type(source).__name__}.{name} = {value!r})" if are_configs else ""
+            way_out = row.way_out.format(flag=flag)
+            complaints.append(f"{_FLAG} {row.verb} {flag}{where}: {row.reason}. {way_out}, or drop {_FLAG}.")
+            break
+    return complaints
+
+
+def _validate(options: DosOptions, sources: Sequence[Any], are_configs: bool) -> None:
+    if not options.use_deep_optimizer_states:
+        given = [
+            f"{_flag(f.name)} {getattr(options, f.name)}"
+            for f in dataclasses.fields(options)
+            if getattr(options, f.name) != f.default
+        ]
+        if given:
+            raise UnsupportedOptionError(
+                f"{', '.join(given)} has no effect without {_FLAG}. Add {_FLAG}, or drop the former."
+            )
+        return
+    if complaints := _complaints(sources, are_configs):
+        raise UnsupportedOptionError("\n".join(complaints))
+    if options.dos_cpu_threads > allowed_cores():
+        raise UnsupportedOptionError(
+            f"--dos-cpu-threads {options.dos_cpu_threads} is more than the {allowed_cores()} CPU cores that this "
+            f"process may use. Give at most {allowed_cores()}, or 0 for this rank's share of them."
+        )
+
+
+def validate_args(args: Any) -> None:
+    """Check Megatron's raw arguments, before Megatron's own `validate_args` derives or changes any.
+
+    Args:
+        args: the namespace that Megatron's parser returned. Attributes that a Megatron version lacks are passed over.
+
+    Raises:
+        UnsupportedOptionError: deep optimizer states are asked for together with something they cannot work with
+            (all such settings in one message), or a --dos-* option is given without --use-deep-optimizer-states.
+    """
+    # argparse leaves no flag out, so an absent attribute means that this Megatron has no such flag.
+    _validate(DosOptions.from_args(args), [args], are_configs=False)
+
+
+def validate_config(config: Any, ddp_config: Any = None, model_config: Any = None) -> None:
+    """Check config objects as `validate_args` checks arguments, for programs that build them without argparse.
+
+    Args:
+        config: an OptimizerConfig.
+        ddp_config: the DistributedDataParallelConfig of the model, where there is one.
+        model_config: the TransformerConfig of the model, where there is one.
+
+    Raises:
+        UnsupportedOptionError: as `validate_args`.
+    """
+    sources = [source for source in (config, ddp_config, model_config) if source is not None]
+    _validate(DosOptions.from_config(config), sources, are_configs=True)
+
+
+def validate_optimizer(config: Any, model_chunks: Sequence[Any]) -> None:
+    """`validate_config` with what `get_megatron_optimizer` is given: an OptimizerConfig and the model chunks."""
+    first = model_chunks[0] if model_chunks else None
+    validate_config(config, getattr(first, "ddp_config", None), getattr(first, "config", None))

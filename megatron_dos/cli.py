@@ -1,0 +1,98 @@
+"""The command `megatron-dos`: one subcommand a task, each in a function of its own.
+
+A subcommand prints its results to stdout and returns its exit status. Errors listed in `_USER_ERRORS` become one
+line on stderr and exit status 2, without a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+
+from megatron_dos import __version__, patching
+
+__all__ = ["main"]
+
+_USER_ERRORS = (patching.PatchError,)
+
+_PATCH_HELP = """\
+Add deep optimizer states to a Megatron-LM checkout: an argument group, a check of the arguments, three fields of
+OptimizerConfig, and the choice of the optimizer's class. Without --use-deep-optimizer-states the patched tree does
+what it did before.
+
+All files are compared with the known version first, and are changed all or none. Patching twice is harmless.
+Known Megatron core versions: {versions}.
+
+Training with a patched checkout imports megatron_dos: keep this package installed, or unpatch first."""
+
+_UNPATCH_HELP = """\
+Take the patch back: each file has its former bytes again. Harmless for a checkout that is not patched, and mends
+one that is patched in part."""
+
+
+def _patch(options: argparse.Namespace) -> int:
+    result = patching.apply(options.path)
+    if not result.changes:
+        print(f"already patched: {result.root} (Megatron core {result.version})")
+        return 0
+    _report("patched", result)
+    print(f"train with: --use-distributed-optimizer --use-deep-optimizer-states\nundo with:  {_undo(result)}")
+    return 0
+
+
+def _unpatch(options: argparse.Namespace) -> int:
+    result = patching.revert(options.path)
+    if not result.changes:
+        print(f"not patched: {result.root} (Megatron core {result.version})")
+        return 0
+    _report("unpatched", result)
+    return 0
+
+
+def _report(verb: str, result: patching.Result) -> None:
+    print(f"{verb} {result.root} (Megatron core {result.version}, patch {result.patch.name})")
+    width = max(len(change.path) for change in result.changes)
+    for change in result.changes:
+        print(f"  {change.path:{width}}  +{change.added} -{change.removed}")
+
+
+def _undo(result: patching.Result) -> str:
+    return f"megatron-dos unpatch {shlex.quote(str(result.root))}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron-dos",
+        description="Deep optimizer states for Megatron-LM. Each command has its own --help.",
+    )
+    parser.add_argument("--version", action="version", version=f"megatron-dos {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, run, summary, description in (
+        ("patch", _patch, "add deep optimizer states to a Megatron-LM checkout", _PATCH_HELP),
+        ("unpatch", _unpatch, "restore a patched checkout, byte for byte", _UNPATCH_HELP),
+    ):
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=description.format(versions=patching.known_versions()),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_argument("path", metavar="PATH", help="the checkout: the folder that holds megatron/")
+        command.set_defaults(run=run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's own) and return the exit status."""
+    try:
+        options = _parser().parse_args(argv)
+        return options.run(options)
+    except _USER_ERRORS as error:
+        print(f"megatron-dos: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,454 @@
+"""Applies the patches under patches/ to a Megatron checkout, and takes them back.
+
+A patch is applied to known bytes only: every file's SHA-256 is compared before anything is written, the new bytes
+are computed in memory and compared too, and only then are the files replaced, each atomically and all or none.
+Nothing here imports Megatron or torch, and no git or patch program is needed.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import enum
+import fcntl
+import functools
+import hashlib
+import importlib.resources
+import json
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
+__all__ = ["Change", "Patch", "PatchError", "Result", "apply", "known_patches", "read_version", "revert"]
+
+FORMAT = 1
+_PACKAGE_INFO = "megatron/core/package_info.py"
+_INSTALL_INSTEAD = "call megatron_dos.install() before training, which needs no patch"
+
+
+class PatchError(Exception):
+    """The tree cannot be patched or unpatched; nothing was changed. The message says what to do instead."""
+
+
+# --- Unified diffs ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hunk:
+    """A place of a file that a diff changes."""
+
+    start: int
+    """Index of the first old line, from 0; where there is none, of the line that the new ones come before."""
+    lines: tuple[tuple[bytes, bytes], ...]
+    """Pairs of b" " (in both files), b"-" (old only) or b"+" (new only), and the line with its end."""
+
+    @property
+    def old(self) -> list[bytes]:
+        return [text for kind, text in self.lines if kind != b"+"]
+
+    @property
+    def new(self) -> list[bytes]:
+        return [text for kind, text in self.lines if kind != b"-"]
+
+    def count(self, kind: bytes) -> int:
+        return sum(line_kind == kind for line_kind, _ in self.lines)
+
+
+_HUNK_HEADER = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
+
+
+def parse_diff(diff: bytes) -> dict[str, list[Hunk]]:
+    """Read a unified diff of changed files: hunks by path, the path without its `a/` and `b/`.
+
+    Strict: anything that is not a file header or a complete hunk raises ValueError with its line number.
+    """
+    lines = diff.split(b"\n")
+    if lines.pop() != b"":
+        raise ValueError("the diff does not end with a line feed")
+    files: dict[str, list[Hunk]] = {}
+    hunks: list[Hunk] | None = None
+    at = 0
+    while at < len(lines):
+        line = lines[at]
+        if line.startswith(b"--- a/") and at + 1 < len(lines) and lines[at + 1] == b"+++ b/" + line[6:]:
+            hunks = files.setdefault(line[6:].decode(), [])
+            at += 2
+            continue
+        header = _HUNK_HEADER.match(line)
+        if header is None or hunks is None:
+            raise ValueError(f"line {at + 1} of the diff is neither a file header nor a hunk: {line!r}")
+        old_start, old_count, _, new_count = (1 if number is None else int(number) for number in header.groups())
+        at += 1
+        body: list[tuple[bytes, bytes]] = []
+        old_left, new_left = old_count, new_count
+        while old_left or new_left:
+            kind, text = (lines[at][:1], lines[at][1:] + b"\n") if at < len(lines) else (b"", b"")
+            old_left -= kind in (b" ", b"-")
+            new_left -= kind in (b" ", b"+")
+            if kind not in (b" ", b"-", b"+") or old_left < 0 or new_left < 0:
+                raise ValueError(f"line {at + 1} of the diff does not fit the header of its hunk")
+            body.append((kind, text))
+            at += 1
+        # A hunk without old lines names the line it follows, all others the line they start at.
+        hunks.append(Hunk(old_start - 1 if old_count else old_start, tuple(body)))
+    return files
+
+
+def apply_hunks(content: bytes, hunks: Iterable[Hunk], *, reverse: bool = False) -> bytes:
+    """`content` with the hunks applied, at exactly their lines, or taken back with `reverse`.
+
+    Raises:
+        ValueError: the lines are not those that the hunks expect.
+    """
+    lines = content.split(b"\n")
+    lines = [line + b"\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
+    result: list[bytes] = []
+    done = shift = 0
+    for hunk in hunks:
+        before, after = (hunk.new, hunk.old) if reverse else (hunk.old, hunk.new)
+        # Taken back, a hunk lies where the hunks before it have moved its lines.
+        start = hunk.start + (shift if reverse else 0)
+        shift += len(hunk.new) - len(hunk.old)
+        if start < done or lines[start : start + len(before)] != before:
+            raise ValueError(f"line {start + 1} and following are not what the diff expects")
+        result += lines[done:start]
+        result += after
+        done = start + len(before)
+    return b"".join(result + lines[done:])
+
+
+# --- The patches that come with the package --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TargetFile:
+    """A file that a patch changes; `path` is relative to the checkout, the digests are SHA-256 in hex."""
+
+    path: str
+    before: str
+    after: str
+    hunks: tuple[Hunk, ...]
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One folder of patches/: the trees it is for and what it changes."""
+
+    name: str
+    versions: tuple[str, ...]
+    files: tuple[TargetFile, ...]
+
+
+def _patches_folder() -> Traversable:
+    try:
+        return importlib.resources.files("megatron_dos.patches")
+    except ModuleNotFoundError:
+        # Run from a source tree that is not installed: there the folder lies beside the package.
+        return Path(__file__).resolve().parent.parent / "patches"
+
+
+def load_patch(folder: Traversable) -> Patch:
+    """Read one folder of patches/. Raises ValueError where diff and manifest do not belong together."""
+    manifest = json.loads(folder.joinpath("manifest.json").read_text(encoding="utf-8"))
+    if manifest["format"] != FORMAT:
+        raise ValueError(f"{folder}: manifest of format {manifest['format']}, this program reads format {FORMAT}")
+    hunks = parse_diff(folder.joinpath(manifest["diff"]).read_bytes())
+    if hunks.keys() != manifest["files"].keys():
+        raise ValueError(f"{folder}: the diff and the manifest name different files")
+    files = tuple(TargetFile(path, **digests, hunks=tuple(hunks[path])) for path, digests in manifest["files"].items())
+    return Patch(folder.name, tuple(manifest["versions"]), files)
+
+
+@functools.cache
+def known_patches() -> tuple[Patch, ...]:
+    """All patches that come with this package, by name. Raises PatchError where one is damaged or missing."""
+    try:
+        folders = [entry for entry in _patches_folder().iterdir() if entry.joinpath("manifest.json").is_file()]
+        patches = tuple(load_patch(folder) for folder in sorted(folders, key=lambda folder: folder.name))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PatchError(
+            f"the patches of this installation are damaged: {error}. Install megatron-dos again."
+        ) from error
+    if not patches:
+        raise PatchError("this installation has no patches. Install megatron-dos again.")
+    return patches
+
+
+def known_versions() -> str:
+    """The Megatron versions that there are patches for, for messages."""
+    return ", ".join(version for patch in known_patches() for version in patch.versions)
+
+
+# --- The tree --------------------------------------------------------------------------------------------------
+
+
+class State(enum.Enum):
+    """How a target file stands to a patch."""
+
+    UNPATCHED = enum.auto()
+    PATCHED = enum.auto()
+    OTHER = enum.auto()
+
+
+@dataclass(frozen=True)
+class Change:
+    """One file that was changed, with its number of added and removed lines."""
+
+    path: str
+    added: int
+    removed: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """What `apply` or `revert` did. No changes: the tree was already as asked."""
+
+    root: Path
+    version: str
+    patch: Patch
+    changes: tuple[Change, ...]
+
+
+def read_version(root: Path) -> str:
+    """Version of the Megatron tree at `root`, from megatron/core/package_info.py, which is read but not run."""
+    source = (root / _PACKAGE_INFO).read_bytes()
+    try:
+        values = {
+            node.targets[0].id: node.value.value
+            for node in ast.parse(source).body
+            if isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and isinstance(node.value, ast.Constant)
+        }
+        return f"{values['MAJOR']}.{values['MINOR']}.{values['PATCH']}{values.get('PRE_RELEASE', '')}"
+    except (SyntaxError, ValueError, KeyError):
+        raise PatchError(f"{root / _PACKAGE_INFO} does not tell Megatron's version. Is the tree damaged?") from None
+
+
+def _find_root(path: Path) -> Path:
+    """The resolved folder that holds megatron/core and megatron/training, or a PatchError saying what is wrong."""
+    try:
+        root = path.expanduser().resolve(strict=True)
+    except FileNotFoundError:
+        raise PatchError(f"{path} does not exist. Give the folder of a Megatron-LM checkout.") from None
+    except RuntimeError as error:  # a loop of symbolic links, before Python 3.13; no home folder for ~
+        raise PatchError(f"{path} cannot be resolved: {error}") from None
+    if not root.is_dir():
+        raise PatchError(f"{path} is a file. Give the folder of a Megatron-LM checkout, the one that holds megatron/.")
+    if not (root / _PACKAGE_INFO).is_file():
+        if root.name == "megatron" and (root / "core" / "package_info.py").is_file():
+            raise PatchError(f"{path} is the package inside a checkout. Give the folder above: {root.parent}")
+        raise PatchError(
+            f"{path} is no Megatron-LM checkout: it holds no {_PACKAGE_INFO}. Give the folder that holds megatron/."
+        )
+    if {"site-packages", "dist-packages"}.intersection(root.parts):
+        raise PatchError(
+            f"{path} is an installed package, which pip would overwrite and other programs share; it is not patched. "
+            f"Patch a checkout or a copy of the tree, or {_INSTALL_INSTEAD}."
+        )
+    if not (root / "megatron" / "training").is_dir():
+        raise PatchError(
+            f"{path} holds megatron/core without megatron/training, so there is no argument parser to patch. "
+            f"In your program, {_INSTALL_INSTEAD}."
+        )
+    return root
+
+
+def _read_target(root: Path, path: str) -> bytes:
+    """Bytes of a target file, which must be a regular file of this very tree."""
+    file = root / path
+    if file.resolve() != file:
+        raise PatchError(
+            f"{path} is a symbolic link, or lies behind one, to {file.resolve()}. "
+            "Patch the checkout that it leads to, or a copy without links."
+        )
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        raise PatchError(f"{path} is missing in {root}. Restore it with: git checkout -- {path}") from None
+    except IsADirectoryError:
+        raise PatchError(f"{path} is a folder in {root}, and should be a file. Is the tree damaged?") from None
+    except OSError as error:
+        raise PatchError(f"{path} cannot be read: {error.strerror}. Nothing was changed.") from None
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _state(file: TargetFile, content: bytes) -> State:
+    return {file.before: State.UNPATCHED, file.after: State.PATCHED}.get(_digest(content), State.OTHER)
+
+
+def _changed_file(path: str, content: bytes, file: TargetFile) -> PatchError:
+    """The complaint about a target file that is neither as Megatron ships it nor as the patch leaves it."""
+    if b"\r\n" in content and _digest(content.replace(b"\r\n", b"\n")) in (file.before, file.after):
+        return PatchError(
+            f"{path} has Windows line ends (CR LF). Check it out with: git config core.autocrlf false, "
+            f"then: git checkout -- {path}"
+        )
+    return PatchError(
+        f"{path} was changed locally, so the patch does not fit. Put your change aside (git checkout -- {path}), "
+        f"or leave the tree as it is and {_INSTALL_INSTEAD}."
+    )
+
+
+def _read_targets(root: Path, patch: Patch) -> dict[str, bytes]:
+    """Bytes of each target file of `patch`, all of which are as Megatron ships them or as the patch leaves them."""
+    contents = {file.path: _read_target(root, file.path) for file in patch.files}
+    for file in patch.files:
+        if _state(file, contents[file.path]) is State.OTHER:
+            raise _changed_file(file.path, contents[file.path], file)
+    return contents
+
+
+def _match(root: Path, version: str) -> tuple[Patch, dict[str, bytes]]:
+    """The patch for the tree at `root`, and the bytes of each target file."""
+    # The files decide, not the version: a release whose files are the same needs no patch of its own.
+    for patch in known_patches():
+        with contextlib.suppress(PatchError):
+            return patch, _read_targets(root, patch)
+    for patch in known_patches():
+        if version in patch.versions:
+            return patch, _read_targets(root, patch)
+    raise PatchError(
+        f"{root} is Megatron core {version}, for which there is no patch. Known versions: {known_versions()}. "
+        "Check out one of these."
+    )
+
+
+# --- Writing ---------------------------------------------------------------------------------------------------
+
+
+def _stage(file: Path, content: bytes) -> Path:
+    """Write `content` beside `file`, with its permissions, and return where. Nothing is left behind on failure."""
+    status = file.stat()
+    descriptor, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+    try:
+        with open(descriptor, "wb") as stream:
+            if os.geteuid() == 0:
+                os.fchown(stream.fileno(), status.st_uid, status.st_gid)  # root must not take a user's files over
+            os.fchmod(stream.fileno(), stat.S_IMODE(status.st_mode))
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except BaseException:
+        os.unlink(name)
+        raise
+    return Path(name)
+
+
+def _write_all(root: Path, contents: Mapping[str, tuple[bytes, bytes]]) -> None:
+    """Replace each file's old bytes by its new ones, `contents` being path -> (old, new): all of them, or none.
+
+    Each file is replaced atomically, so no reader sees half a file. New and old bytes are both staged before the
+    first replacement: what can fail for want of space or rights fails while nothing is changed, and going back is
+    a mere rename.
+    """
+    for path in contents:
+        if not os.access(root / path, os.W_OK):
+            raise PatchError(f"{path} is read-only. Make it writable (chmod u+w), or {_INSTALL_INSTEAD}.")
+    staged: list[Path] = []
+    replaced: list[tuple[Path, Path]] = []
+    try:
+        plan = []
+        for path, versions in contents.items():
+            for content in versions:
+                staged.append(_stage(root / path, content))
+            plan.append((root / path, staged[-2], staged[-1]))
+        for file, old, new in plan:
+            replaced.append((file, old))
+            os.replace(new, file)
+    except BaseException as error:
+        stuck = [str(file.relative_to(root)) for file, old in replaced if not _put_back(old, file)]
+        if stuck:
+            raise PatchError(
+                f"{root} cannot be written ({error}), and these files could not be put back: {', '.join(stuck)}. "
+                f"When it can be written again: megatron-dos unpatch {root}"
+            ) from error
+        if isinstance(error, OSError):
+            raise PatchError(f"{root} cannot be written: {error}. Nothing was changed.") from error
+        raise
+    finally:
+        for leftover in staged:
+            with contextlib.suppress(OSError):
+                leftover.unlink()
+
+
+def _put_back(old: Path, file: Path) -> bool:
+    try:
+        os.replace(old, file)
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    """Hold off other runs of this program on the same tree."""
+    descriptor = os.open(root, os.O_RDONLY)
+    try:
+        # Some network file systems cannot lock a folder. What is written is complete and checked all the same.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _convert(path: Path, wanted: State) -> Result:
+    root = _find_root(path)
+    with _locked(root):
+        version = read_version(root)
+        patch, contents = _match(root, version)
+        todo = [file for file in patch.files if _state(file, contents[file.path]) is not wanted]
+        if wanted is State.PATCHED and 0 < len(todo) < len(patch.files):
+            raise PatchError(
+                f"{root} is patched in part: not in {', '.join(file.path for file in todo)}. "
+                f"Undo the rest first: megatron-dos unpatch {root}"
+            )
+        changes, rewritten = [], {}
+        for file in todo:
+            old = contents[file.path]
+            new = apply_hunks(old, file.hunks, reverse=wanted is State.UNPATCHED)
+            if _state(file, new) is not wanted:
+                raise PatchError(f"patch {patch.name} is damaged: {file.path} comes out wrong. Nothing was changed.")
+            rewritten[file.path] = (old, new)
+            added, removed = (sum(hunk.count(kind) for hunk in file.hunks) for kind in (b"+", b"-"))
+            changes.append(Change(file.path, *((added, removed) if wanted is State.PATCHED else (removed, added))))
+        _write_all(root, rewritten)
+    return Result(root, version, patch, tuple(changes))
+
+
+def _guarded(path: Path, wanted: State) -> Result:
+    try:
+        return _convert(path, wanted)
+    except OSError as error:  # a folder without search permission, a vanished file: before anything was written
+        raise PatchError(f"{path} cannot be read: {error}. Nothing was changed.") from error
+
+
+def apply(path: str | os.PathLike[str]) -> Result:
+    """Patch the Megatron checkout at `path`.
+
+    Raises:
+        PatchError: the tree is no checkout, of an unknown version, changed locally, patched in part, or not
+            writable. Nothing was changed.
+    """
+    return _guarded(Path(path), State.PATCHED)
+
+
+def revert(path: str | os.PathLike[str]) -> Result:
+    """Take the patch back, so that each file has its former bytes. Also mends a tree that is patched in part.
+
+    Raises:
+        PatchError: as `apply`.
+    """
+    return _guarded(Path(path), State.UNPATCHED)
