@@ -1,0 +1,42 @@
+# `make help` lists what there is. `make demo` and `make test` need no set-up before them: they do their own.
+# PYTHON=/path/to/python3.12 chooses the interpreter; MEGATRON_LM=/path/to/Megatron-LM makes the demo and the end-to-end
+# tests use a copy of that checkout. TESTS="tests/test_x.py -k name" narrows `make test`.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+
+VENV := $(CURDIR)/.venv
+RUN := PATH="$(VENV)/bin:$$PATH" $(VENV)/bin/python
+TESTS ?=
+
+.PHONY: help setup demo test lint readme bench-adam clean distclean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+setup: ## make .venv (Python 3.12, torch, megatron-core) and build cpp_adam; instant when nothing changed
+	@scripts/setup.sh
+
+demo: setup ## train a small GPT on real text with the stock optimizer and with ours, compare the losses
+	@$(RUN) scripts/demo.py
+
+test: setup ## run all tests
+	@$(RUN) -m pytest $(TESTS)
+
+lint: setup ## check the Python code with ruff
+	@$(RUN) -m ruff check .
+
+readme: setup ## write the flags table of README.md anew from the code
+	@$(RUN) scripts/readme_tables.py
+
+bench-adam: setup ## measure the fused CPU AdamW against torch's
+	@$(RUN) scripts/bench_adam.py
+
+clean: ## remove build and demo outputs, keep .venv
+	rm -rf build dist demo-output *.egg-info megatron_dos/_cpp_adam*.so .pytest_cache .ruff_cache .hypothesis
+	rm -f $(VENV)/.stamp-package
+	find . -path ./.venv -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
+
+distclean: clean ## remove .venv as well
+	rm -rf .venv .cache

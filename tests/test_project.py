@@ -1,0 +1,143 @@
+"""Promises of the project as a whole: what imports what, and that README.md says what the code does."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "megatron_dos"
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import readme_tables  # noqa: E402
+
+LAYERS = {
+    "kernels": set(),
+    "partition": set(),
+    "schedule": set(),
+    "states": set(),
+    "low_precision_grads": set(),
+    "arguments": set(),
+    "device": {"schedule"},
+    "engine": {"device", "kernels", "partition", "schedule", "states"},
+    "optimizer": {"arguments", "engine", "kernels", "low_precision_grads", "partition"},
+}
+"""Module or folder of the package -> the others that it may import. What is not named here may import all but
+cpu_emulation. A program is a value of `schedule`; devices run programs, so they know its types."""
+
+KNOWS_NO_MEGATRON = tuple(part for part in LAYERS if part != "optimizer")
+KNOWS_NO_TORCH = ("partition", "schedule", "arguments")
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Full names of all modules that the file imports, also inside functions."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.relative_to(ROOT)}:{node.lineno} imports relatively"
+            yield node.module
+            # `from megatron_dos import engine` imports a module, too.
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def part_of(path: Path) -> str:
+    """'kernels' for megatron_dos/kernels/cpu.py, 'engine' for megatron_dos/engine.py."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def files_of(part: str) -> list[Path]:
+    files = [path for path in sorted(PACKAGE.rglob("*.py")) if part_of(path) == part]
+    assert files, f"megatron_dos has no {part}: correct the table of this test"
+    return files
+
+
+class TestImports:
+    @pytest.mark.parametrize("part", LAYERS)
+    def test_lower_parts_import_no_higher_ones(self, part):
+        known = {part_of(path) for path in PACKAGE.rglob("*.py")}
+        for path in files_of(part):
+            ours = {name.split(".")[1] for name in imported_modules(path) if name.startswith("megatron_dos.")}
+            above = (ours & known) - LAYERS[part] - {part}
+            assert not above, f"{path.relative_to(ROOT)} imports megatron_dos.{', '.join(sorted(above))}"
+
+    @pytest.mark.parametrize("part", KNOWS_NO_MEGATRON)
+    def test_only_the_hooks_know_megatron(self, part):
+        for path in files_of(part):
+            assert "megatron" not in {name.split(".")[0] for name in imported_modules(path)}, path
+
+    @pytest.mark.parametrize("part", KNOWS_NO_TORCH)
+    def test_plans_and_flags_know_no_torch(self, part):
+        for path in files_of(part):
+            assert "torch" not in {name.split(".")[0] for name in imported_modules(path)}, path
+
+    def test_only_demo_and_tests_use_the_cpu_emulation(self):
+        users = {
+            path.relative_to(ROOT)
+            for folder in (PACKAGE, ROOT / "patches")
+            for path in folder.rglob("*.py")
+            if "megatron_dos.cpu_emulation" in imported_modules(path)
+        }
+        assert not users
+
+    def test_import_needs_neither_megatron_nor_its_companions_nor_a_gpu(self):
+        code = """
+import sys
+class Forbid:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("megatron", "apex", "transformer_engine"):
+            raise ImportError(name + " must not be needed")
+sys.meta_path.insert(0, Forbid())
+import megatron_dos, megatron_dos.arguments, megatron_dos.engine
+import torch
+assert not torch.cuda.is_initialized()
+"""
+        result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    return (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+class TestReadme:
+    def test_tables_are_those_of_the_code(self, text):
+        assert readme_tables.with_tables(text) == text, "README.md is out of date: run `make readme` and commit"
+
+    def test_make_commands_exist(self, text):
+        code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, re.DOTALL))
+        named = set(re.findall(r"\bmake ([a-z][a-z-]*)", code))
+        targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+        assert {"demo", "test"} <= named
+        assert named <= targets
+
+    def test_paths_exist(self, text):
+        named = set(re.findall(r"\]\(([^)#:]+)\)", text)) | set(re.findall(r"`((?:\w[\w.-]*/)+[\w.-]*)`", text))
+        outside = ("demo-output/", "build/", "megatron/")  # outputs of a run, and Megatron's own tree
+        assert not {path for path in named if not path.startswith(outside) and not (ROOT / path).exists()}
+
+    def test_lost_markers_are_an_error(self):
+        with pytest.raises(ValueError, match="markers"):
+            readme_tables.with_tables("no markers here")
+
+
+def test_every_make_target_explains_itself():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    phony = set(re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)[1].split())
+    explained = set(re.findall(r"^([a-z][a-z-]*):.*## \S", makefile, re.MULTILINE))
+    assert phony == explained
+
+
+def test_changelog_has_the_version_or_unreleased_work_on_top():
+    import megatron_dos
+
+    headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert headings
+    assert headings[0] in ("Unreleased", megatron_dos.__version__)
