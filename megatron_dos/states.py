@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
 
@@ -24,14 +25,19 @@ class HostMemoryError(MemoryError):
 class HostStates:
     """Flat FP32 host arrays of `numel` elements each: `master`, `exp_avg`, `exp_avg_sq`.
 
-    All start as zeros, which the kernel maps lazily: a page takes memory when it is first written.
+    All start as zeros, mapped lazily: a page takes memory when it is first written.
     """
 
     def __init__(self, numel: int) -> None:
         self.numel = numel
-        self.master = torch.zeros(numel, dtype=torch.float32, device="cpu")
-        self.exp_avg = torch.zeros(numel, dtype=torch.float32, device="cpu")
-        self.exp_avg_sq = torch.zeros(numel, dtype=torch.float32, device="cpu")
+        self.master = _zeros(numel)
+        self.exp_avg = _zeros(numel)
+        self.exp_avg_sq = _zeros(numel)
+
+
+def _zeros(numel: int) -> torch.Tensor:
+    # numpy leaves fresh pages to the kernel; torch.zeros writes every one of them.
+    return torch.from_numpy(np.zeros(numel, dtype=np.float32))
 
 
 def available_host_memory() -> int:
