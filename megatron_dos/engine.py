@@ -20,10 +20,24 @@ from megatron_dos.partition import Partition, Subgroup
 from megatron_dos.schedule import Op, OpKind, Program, cpu_update_program
 from megatron_dos.states import BYTES_PER_PARAMETER, HostStates, require_host_memory
 
-__all__ = ["StepInputs", "UpdateEngine"]
+__all__ = ["StepInputs", "UpdateEngine", "host_bytes", "staging_bytes"]
 
 # Two staging slots of each kind: one is filled while the other is used.
 SLOTS = 2
+
+
+def _slot_count(partition: Partition) -> int:
+    return max(min(SLOTS, len(partition.subgroups)), 1)
+
+
+def staging_bytes(partition: Partition) -> int:
+    """Host memory of the staging slots: an FP32 grad and a param of at most 4 bytes for each element of a slot."""
+    return _slot_count(partition) * partition.largest * 8
+
+
+def host_bytes(partition: Partition) -> int:
+    """All host memory that an engine for `partition` takes: states and staging."""
+    return partition.numel * BYTES_PER_PARAMETER + staging_bytes(partition)
 
 
 @dataclass(frozen=True)
@@ -50,7 +64,7 @@ class UpdateEngine:
     Args:
         partition: subgroups of this rank.
         shards: flat views into Megatron's parameter buffers, one per owner of the partition; bf16, fp16 or FP32.
-        threads: worker threads of the CPU update, or None for this rank's share of the cores.
+        threads: worker threads of the CPU update.
         device: runs the programs.
 
     Raises:
@@ -58,28 +72,18 @@ class UpdateEngine:
     """
 
     def __init__(
-        self, partition: Partition, shards: Sequence[torch.Tensor], threads: int | None, device: Any | None = None
+        self, partition: Partition, shards: Sequence[torch.Tensor], threads: int, device: Any | None = None
     ) -> None:
         self.partition = partition
         self._shards = shards
         self._threads = threads
         self._device = device or HostDevice()
-        self._slot_count = min(SLOTS, len(partition.subgroups)) or 1
-        require_host_memory(self.host_bytes)
+        self._slot_count = _slot_count(partition)
+        require_host_memory(host_bytes(partition))
         self.states = HostStates(partition.numel)
         self._host_grads = [self._slot(torch.float32) for _ in range(self._slot_count)]
         # Params of every dtype share one slot: the bytes are viewed as the dtype of the shard at hand.
         self._host_params = [self._slot(torch.float32).view(torch.uint8) for _ in range(self._slot_count)]
-
-    @property
-    def staging_bytes(self) -> int:
-        """Host memory of the staging slots: an FP32 grad and a param of at most 4 bytes for each element."""
-        return self._slot_count * self.partition.largest * 8
-
-    @property
-    def host_bytes(self) -> int:
-        """All host memory the engine takes: states and staging."""
-        return self.partition.numel * BYTES_PER_PARAMETER + self.staging_bytes
 
     def _slot(self, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(self.partition.largest, dtype=dtype, device="cpu")

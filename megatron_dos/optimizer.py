@@ -18,10 +18,11 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_dos.arguments import DosOptions, validate_config
-from megatron_dos.engine import StepInputs, UpdateEngine
+from megatron_dos.engine import StepInputs, UpdateEngine, host_bytes, staging_bytes
 from megatron_dos.kernels import AdamScalars
+from megatron_dos.kernels.threads import default_threads
 from megatron_dos.low_precision_grads import LowPrecisionGrads
-from megatron_dos.partition import automatic_subgroup_size, owned_ranges, partition
+from megatron_dos.partition import Partition, automatic_subgroup_size, owned_ranges, partition
 
 __all__ = ["DeepStatesOptimizer", "HostAdam"]
 
@@ -137,6 +138,17 @@ class HostAdam(torch.optim.Optimizer):
         self.step_count = steps.pop() if steps else 0
 
 
+def _announce(subgroups: Partition, threads: int) -> None:
+    """Say on the first rank of the job what the states will take, before anything is allocated."""
+    if torch.distributed.get_rank() == 0:
+        print(
+            f"deep optimizer states: rank 0 owns {subgroups.numel:,} parameters in {len(subgroups.subgroups)} "
+            f"subgroups of at most {subgroups.largest:,}; host memory {host_bytes(subgroups) / 2**30:.3f} GiB, of "
+            f"which staging {staging_bytes(subgroups) / 2**30:.3f} GiB; CPU update on {threads} thread(s)",
+            flush=True,
+        )
+
+
 class DeepStatesOptimizer(DistributedOptimizer):
     """Megatron's distributed optimizer with FP32 master params, exp_avg and exp_avg_sq in host memory.
 
@@ -168,11 +180,10 @@ class DeepStatesOptimizer(DistributedOptimizer):
 
         ranges = owned_ranges(self.gbuf_ranges, self._owner_of)
         size = options.dos_subgroup_size or automatic_subgroup_size(sum(owned.numel for owned in ranges))
-        self._engine = UpdateEngine(
-            partition(ranges, size),
-            [shard.detach() for shard in self._shards],
-            threads=options.dos_cpu_threads or None,
-        )
+        subgroups = partition(ranges, size)
+        threads = options.dos_cpu_threads or default_threads()
+        _announce(subgroups, threads)
+        self._engine = UpdateEngine(subgroups, [shard.detach() for shard in self._shards], threads)
         self._low_precision = LowPrecisionGrads()
         self.optimizer = HostAdam(
             self.optimizer.param_groups,
@@ -208,6 +219,24 @@ class DeepStatesOptimizer(DistributedOptimizer):
         grads = super().get_grads_for_grad_norm(*args, **kwargs)
         return grads if self.is_stub_optimizer else self._low_precision.for_norm(grads)
 
+    def step_with_ready_grads(self) -> bool:
+        """Adds to the base: `--log-params-norm` is answered from the new masters."""
+        success = super().step_with_ready_grads()
+        self._refresh_params_norm()
+        return success
+
+    def _refresh_params_norm(self) -> None:
+        """Let `main_param` of the 16-bit params hold the norm of their master shard, if the user logs the params norm.
+
+        Megatron takes the norm of the per-shard norms of `main_param`, so one element can stand in for the shard.
+        """
+        if self.is_stub_optimizer or not getattr(self.config, "log_params_norm", False):
+            return
+        for owner, param in enumerate(self._owned_params):
+            if param.dtype != torch.float32:
+                master = self._engine.owner_states(owner)["master"]
+                param.main_param = torch.norm(master).reshape(1).to(param.device)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Adds to the base: the step's 16-bit grads are let go."""
         super().zero_grad(set_to_none)
@@ -227,6 +256,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
             owned = self._get_model_param_range_map(param)["param"]
             source = sources.get(param, param).detach().view(-1)[owned.start : owned.end]
             self._engine.owner_states(owner)["master"].copy_(source)
+        self._refresh_params_norm()
 
     def _get_main_param_and_optimizer_states(self, model_param) -> dict[str, torch.Tensor]:
         """Replaces: the lookup in an inner optimizer of transformer-engine. Views of the host states, no copies."""

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_dos import states
-from megatron_dos.engine import UpdateEngine
+from megatron_dos.engine import UpdateEngine, host_bytes, staging_bytes
 from megatron_dos.partition import OwnedRange, partition
 
 
@@ -45,8 +45,8 @@ def test_states_take_12_bytes_a_parameter_and_staging_is_bounded():
     slabs = [engine.states.master, engine.states.exp_avg, engine.states.exp_avg_sq]
     assert sum(slab.untyped_storage().nbytes() for slab in slabs) == 12 * numel
     slots = engine._host_grads + engine._host_params
-    assert sum(slot.untyped_storage().nbytes() for slot in slots) == engine.staging_bytes == 2 * size * 8
-    assert engine.host_bytes == 12 * numel + engine.staging_bytes
+    assert sum(slot.untyped_storage().nbytes() for slot in slots) == staging_bytes(engine.partition) == 2 * size * 8
+    assert host_bytes(engine.partition) == 12 * numel + staging_bytes(engine.partition)
 
 
 def test_states_start_as_zeros_and_take_memory_only_when_written():
