@@ -119,6 +119,9 @@ install_requirements() {
     fi
     say "installing ${REQUIREMENTS[*]} (torch is large: this takes minutes)"
     "$VENV/bin/python" -m pip install "${REQUIREMENTS[@]}" || die "pip could not install the requirements (its error is above)"
+    # pip takes a package whose files were cut short by a crash for installed.
+    "$VENV/bin/python" -c 'import torch, megatron, numpy, psutil, pybind11, setuptools, pytest, hypothesis, matplotlib' ||
+        die "an installed package does not load (its error is above); remove $VENV and run this again"
     stamp requirements "${REQUIREMENTS[*]}"
 }
 
