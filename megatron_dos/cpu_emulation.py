@@ -22,7 +22,7 @@ torch.device('cpu', 0) for device tensors: `.type` is 'cpu' for both, since a CP
 
 [Note: two generators] CPU operations draw from torch's default generator, and here they stand for device operations, so
 that one is the device's. Host-side draws, which must not disturb it, get a second generator: torch.get_rng_state,
-torch.manual_seed, DataLoader and the random factories for host tensors use it.
+torch.manual_seed, DataLoader, and draws into host tensors (parameters are often initialised on the host) use it.
 """
 
 from __future__ import annotations
@@ -269,6 +269,9 @@ _INHERITING_FACTORIES = (
     "tensor", "zeros_like",
 )
 _RANDOM_FACTORIES = ("rand", "randint", "randn", "randperm")
+_RANDOM_METHODS = (
+    "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_",
+)
 _NEW_METHODS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 # fmt: on
 
@@ -368,6 +371,18 @@ def _tensor_device(self: torch.Tensor) -> torch.device:
 
 def _tensor_get_device(self: torch.Tensor) -> int:
     return current_device() if _is_device(self) else -1
+
+
+def _random_method(draw: Callable) -> Callable:
+    """Wrap Tensor.normal_ and its like: host tensors draw from the host's generator ([Note: two generators])."""
+
+    @functools.wraps(draw)
+    def wrapper(self: torch.Tensor, *args: Any, generator: Any = None, **kwargs: Any) -> torch.Tensor:
+        if generator is None and _host_mark(self):
+            generator = _host_generator
+        return draw(self, *args, generator=generator, **kwargs)
+
+    return wrapper
 
 
 def _tensor_record_stream(self: torch.Tensor, stream: Stream) -> None:
@@ -886,6 +901,8 @@ def _replace_tensor_methods() -> None:
         setattr(torch, name, _factory(getattr(torch, name), name in _INHERITING_FACTORIES))
     for name in _NEW_METHODS:
         setattr(torch.Tensor, name, _factory(getattr(torch.Tensor, name), inherits=True))
+    for name in _RANDOM_METHODS:
+        setattr(torch.Tensor, name, _random_method(getattr(torch.Tensor, name)))
     torch.Tensor.is_cuda = property(_is_device)
     torch.Tensor.is_cpu = property(lambda self: _kind_of(self) == "host")
     torch.Tensor.device = property(_tensor_device)
