@@ -4,7 +4,12 @@ Each instruction set is one source file compiled with its own flags. The rest of
 architecture's base, so the module loads on any CPU of it and chooses at import.
 """
 
+from __future__ import annotations
+
+import os
 import platform
+from concurrent.futures import ThreadPoolExecutor
+from glob import glob
 
 import pybind11
 from setuptools import Extension, setup
@@ -42,24 +47,29 @@ ISA_FLAGS = {
     "aarch64": {"kernel_neon.cpp": []},
 }
 
+BASE_SOURCES = ["footprint.cpp", "kernel_scalar.cpp", "kernels.cpp", "module.cpp", "pool.cpp", "slab.cpp"]
+
 
 class BuildKernels(build_ext):
-    """Compiles the files of the instruction sets with their flags, then the rest as usual."""
+    """Compiles every file with the flags of its instruction set, several at a time, then links them."""
 
     def build_extension(self, ext: Extension) -> None:
         machine = platform.machine()
         if machine not in ISA_FLAGS:
             raise SystemExit(f"megatron-dos builds on {' and '.join(ISA_FLAGS)}; this machine is {machine}")
-        extra_objects = []
-        for source, flags in ISA_FLAGS[machine].items():
-            extra_objects += self.compiler.compile(
-                [f"{SOURCE}/{source}"],
+        jobs = [*ISA_FLAGS[machine].items(), *((name, []) for name in BASE_SOURCES)]
+
+        def compile_one(job: tuple[str, list[str]]) -> list[str]:
+            name, flags = job
+            return self.compiler.compile(
+                [f"{SOURCE}/{name}"],
                 output_dir=self.build_temp,
-                include_dirs=ext.include_dirs,
+                include_dirs=[pybind11.get_include()],
                 extra_postargs=[*FLAGS, *flags],
-                depends=ext.depends,
             )
-        ext.extra_objects = extra_objects
+
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as executor:
+            ext.extra_objects = [each for objects in executor.map(compile_one, jobs) for each in objects]
         super().build_extension(ext)
 
 
@@ -67,13 +77,8 @@ setup(
     ext_modules=[
         Extension(
             "megatron_dos._cpp_adam",
-            sources=[f"{SOURCE}/{name}" for name in ("kernel_scalar.cpp", "kernels.cpp", "module.cpp", "pool.cpp")],
-            depends=[
-                f"{SOURCE}/{name}"
-                for name in ("adam.h", "fp_environment.h", "kernels.h", "pool.h", "scalar_lane.h", "update_range.h")
-            ],
-            include_dirs=[pybind11.get_include()],
-            extra_compile_args=FLAGS,
+            sources=[],
+            depends=["setup.py", *sorted(glob(f"{SOURCE}/*"))],
             extra_link_args=["-pthread"],
             language="c++",
         )

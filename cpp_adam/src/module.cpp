@@ -7,11 +7,16 @@
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
+#include <initializer_list>
 #include <limits>
+#include <memory>
 #include <string>
+#include <vector>
 
+#include "footprint.h"
 #include "kernels.h"
 #include "pool.h"
+#include "slab.h"
 
 namespace py = pybind11;
 
@@ -19,13 +24,26 @@ namespace {
 
 std::atomic<const dos::Isa*> active_isa{nullptr};
 
-[[noreturn]] void refuse(const std::string& name, const std::string& problem) {
-  throw py::value_error(name + ": " + problem);
+// Name of an argument in errors, put together only when there is one.
+struct Name {
+  const char* field;
+  int64_t piece = -1;  // its index in a job of several pieces
+
+  std::string text() const {
+    return piece < 0 ? std::string(field) : "pieces[" + std::to_string(piece) + "]." + field;
+  }
+};
+
+[[noreturn]] void refuse(const Name& name, const std::string& problem) {
+  throw py::value_error(name.text() + ": " + problem);
 }
 
-uintptr_t address_from(py::handle value, const std::string& name) {
-  if (!PyLong_Check(value.ptr())) throw py::type_error(name + ": expected an address as int, got " +
-                                                       py::str(py::type::of(value)).cast<std::string>());
+[[noreturn]] void refuse_type(const Name& name, const std::string& expected, py::handle value) {
+  throw py::type_error(name.text() + ": expected " + expected + ", got " + Py_TYPE(value.ptr())->tp_name);
+}
+
+uintptr_t address_from(py::handle value, const Name& name) {
+  if (!PyLong_Check(value.ptr())) refuse_type(name, "an address as int", value);
   const unsigned long long address = PyLong_AsUnsignedLongLong(value.ptr());
   if (PyErr_Occurred()) {
     PyErr_Clear();
@@ -34,105 +52,127 @@ uintptr_t address_from(py::handle value, const std::string& name) {
   return static_cast<uintptr_t>(address);
 }
 
-int64_t count_from(py::handle value) {
-  if (!PyLong_Check(value.ptr())) throw py::type_error("count: expected an int");
+int64_t count_from(py::handle value, const Name& name) {
+  if (!PyLong_Check(value.ptr())) refuse_type(name, "an int", value);
   const long long count = PyLong_AsLongLong(value.ptr());
   if (PyErr_Occurred()) {
     PyErr_Clear();
-    refuse("count", "does not fit in 64 bits");
+    refuse(name, "does not fit in 64 bits");
   }
-  if (count < 0) refuse("count", "must not be negative, got " + std::to_string(count));
+  if (count < 0) refuse(name, "must not be negative, got " + std::to_string(count));
   return count;
 }
 
-dos::DType dtype_from(py::handle value, const std::string& name, std::initializer_list<dos::DType> allowed) {
-  if (!PyLong_Check(value.ptr())) throw py::type_error(name + ": expected a dtype code as int");
+dos::DType dtype_from(py::handle value, const Name& name, std::initializer_list<dos::DType> allowed) {
+  if (!PyLong_Check(value.ptr())) refuse_type(name, "a dtype code as int", value);
   const long code = PyLong_AsLong(value.ptr());
-  if (PyErr_Occurred()) PyErr_Clear();
+  if (PyErr_Occurred()) PyErr_Clear();  // code is -1 then, which is refused or says "none"
   for (const dos::DType dtype : allowed)
     if (static_cast<long>(dtype) == code) return dtype;
   refuse(name, "dtype code " + std::to_string(code) + " is not allowed here");
 }
 
-double double_from(py::handle value, const std::string& name) {
+double double_from(py::handle value, const Name& name) {
   const double number = PyFloat_AsDouble(value.ptr());
   if (PyErr_Occurred()) {
     PyErr_Clear();
-    throw py::type_error(name + ": expected a float");
+    refuse_type(name, "a float", value);
   }
   if (!std::isfinite(number)) refuse(name, "must be finite, got " + std::to_string(number));
   return number;
 }
 
-float scalar_from(py::handle scalars, const char* field) {
-  const std::string name = std::string("scalars.") + field;
-  PyObject* attribute = PyObject_GetAttrString(scalars.ptr(), field);
-  if (attribute == nullptr) {
+py::object attribute_of(py::handle scalars, const char* attribute, const Name& name) {
+  py::object value = py::reinterpret_steal<py::object>(PyObject_GetAttrString(scalars.ptr(), attribute));
+  if (!value) {
     PyErr_Clear();
-    throw py::type_error(name + ": missing; pass a megatron_dos.kernels.AdamScalars");
+    refuse_type(name, "a megatron_dos.kernels.AdamScalars", scalars);
   }
-  const py::object value = py::reinterpret_steal<py::object>(attribute);
-  const double number = double_from(value, name);
-  const float rounded = static_cast<float>(number);
-  if (static_cast<double>(rounded) != number)
-    refuse(name, "is not a float32 value; make the scalars with AdamScalars.at_step");
-  return rounded;
+  return value;
 }
 
-dos::Scalars scalars_from(py::handle scalars) {
-  return {scalar_from(scalars, "beta1"),
-          scalar_from(scalars, "one_minus_beta1"),
-          scalar_from(scalars, "beta2"),
-          scalar_from(scalars, "one_minus_beta2"),
-          scalar_from(scalars, "eps"),
-          scalar_from(scalars, "decay"),
-          scalar_from(scalars, "step_size"),
-          scalar_from(scalars, "rsqrt_bias_correction2"),
-          scalar_from(scalars, "weight_decay"),
-          py::bool_(scalars.attr("l2_mode"))};
+dos::Scalars scalars_from(py::handle given, int64_t piece) {
+  const auto scalar = [&](const char* attribute) {
+    const double number = double_from(attribute_of(given, attribute, {"scalars", piece}), {attribute, piece});
+    const float rounded = static_cast<float>(number);
+    if (static_cast<double>(rounded) != number)
+      refuse({attribute, piece}, "is not a float32 value; make the scalars with AdamScalars.at_step");
+    return rounded;
+  };
+  dos::Scalars s;
+  s.beta1 = scalar("beta1");
+  s.one_minus_beta1 = scalar("one_minus_beta1");
+  s.beta2 = scalar("beta2");
+  s.one_minus_beta2 = scalar("one_minus_beta2");
+  s.eps = scalar("eps");
+  s.decay = scalar("decay");
+  s.step_size = scalar("step_size");
+  s.rsqrt_bias_correction2 = scalar("rsqrt_bias_correction2");
+  s.weight_decay = scalar("weight_decay");
+  const py::object l2_mode = attribute_of(given, "l2_mode", {"scalars", piece});
+  if (!PyBool_Check(l2_mode.ptr())) refuse_type({"l2_mode", piece}, "a bool", l2_mode);
+  s.l2_mode = l2_mode.is(py::bool_(true));
+  return s;
 }
 
 struct Array {
-  const char* name;
+  Name name;
   uintptr_t address;
   uintptr_t bytes;
 };
 
-Array array_from(const char* name, uintptr_t address, int64_t count, dos::DType dtype) {
-  const uintptr_t size = dtype == dos::DType::float32 ? 4 : 2;
-  if (count > std::numeric_limits<int64_t>::max() / static_cast<int64_t>(size)) refuse("count", "too many elements");
+Array array_from(const Name& name, py::handle value, int64_t count, dos::DType dtype) {
+  const uintptr_t address = address_from(value, name);
+  const int64_t size = dos::element_size(dtype);
+  if (count > std::numeric_limits<int64_t>::max() / size) refuse(name, "more elements than there are addresses");
+  const uintptr_t bytes = static_cast<uintptr_t>(count * size);
   if (count > 0 && address == 0) refuse(name, "null address");
   if (address % size != 0)
     refuse(name, "address is not a multiple of the element size, " + std::to_string(size) + " bytes");
-  const uintptr_t bytes = static_cast<uintptr_t>(count) * size;
-  if (address + bytes < address) refuse(name, "address and count reach past the end of memory");
+  if (address + bytes < address) refuse(name, "reaches past the last address");
   return {name, address, bytes};
 }
 
 void refuse_overlap(const Array& a, const Array& b) {
   if (a.bytes > 0 && b.bytes > 0 && a.address < b.address + b.bytes && b.address < a.address + a.bytes)
-    refuse(a.name, std::string("overlaps ") + b.name + " in memory");
+    refuse(a.name, std::string("overlaps ") + b.name.field + " in memory");
 }
 
-dos::Update update_from(py::handle param, py::handle exp_avg, py::handle exp_avg_sq, py::handle grad, py::handle out,
-                        py::handle count, py::handle exp_avg_dtype, py::handle exp_avg_sq_dtype,
-                        py::handle grad_dtype, py::handle out_dtype, py::handle scalars, py::handle grad_scale) {
-  using dos::DType;
-  dos::Update u;
-  u.count = count_from(count);
-  u.exp_avg_dtype = dtype_from(exp_avg_dtype, "exp_avg", {DType::float32, DType::bfloat16});
-  u.exp_avg_sq_dtype = dtype_from(exp_avg_sq_dtype, "exp_avg_sq", {DType::float32, DType::bfloat16});
-  u.grad_dtype = dtype_from(grad_dtype, "grad", {DType::float32, DType::bfloat16, DType::float16});
-  u.out_dtype = dtype_from(out_dtype, "out", {DType::none, DType::float32, DType::bfloat16, DType::float16});
-  u.scalars = scalars_from(scalars);
-  const double scale = double_from(grad_scale, "grad_scale");
-  u.grad_scale = static_cast<float>(scale);
-  if (!std::isfinite(u.grad_scale)) refuse("grad_scale", "too large for float32");
+// Fields of a piece, in the order of the tuple that Python passes.
+enum Field {
+  kParam,
+  kExpAvg,
+  kExpAvgSq,
+  kGrad,
+  kOut,
+  kCount,
+  kExpAvgDType,
+  kExpAvgSqDType,
+  kGradDType,
+  kOutDType,
+  kScalars,
+  kGradScale,
+  kFields
+};
 
-  const Array p = array_from("param", address_from(param, "param"), u.count, DType::float32);
-  const Array m = array_from("exp_avg", address_from(exp_avg, "exp_avg"), u.count, u.exp_avg_dtype);
-  const Array v = array_from("exp_avg_sq", address_from(exp_avg_sq, "exp_avg_sq"), u.count, u.exp_avg_sq_dtype);
-  const Array g = array_from("grad", address_from(grad, "grad"), u.count, u.grad_dtype);
+dos::Update update_from(PyObject* given, const dos::Scalars& scalars, int64_t piece) {
+  using dos::DType;
+  const auto field = [&](Field index) { return py::handle(PyTuple_GET_ITEM(given, index)); };
+  dos::Update u;
+  u.scalars = scalars;
+  u.count = count_from(field(kCount), {"count", piece});
+  u.exp_avg_dtype = dtype_from(field(kExpAvgDType), {"exp_avg", piece}, {DType::float32, DType::bfloat16});
+  u.exp_avg_sq_dtype = dtype_from(field(kExpAvgSqDType), {"exp_avg_sq", piece}, {DType::float32, DType::bfloat16});
+  u.grad_dtype = dtype_from(field(kGradDType), {"grad", piece}, {DType::float32, DType::bfloat16, DType::float16});
+  u.out_dtype =
+      dtype_from(field(kOutDType), {"out", piece}, {DType::none, DType::float32, DType::bfloat16, DType::float16});
+  u.grad_scale = static_cast<float>(double_from(field(kGradScale), {"grad_scale", piece}));
+  if (!std::isfinite(u.grad_scale)) refuse({"grad_scale", piece}, "too large for float32");
+
+  const Array p = array_from({"param", piece}, field(kParam), u.count, DType::float32);
+  const Array m = array_from({"exp_avg", piece}, field(kExpAvg), u.count, u.exp_avg_dtype);
+  const Array v = array_from({"exp_avg_sq", piece}, field(kExpAvgSq), u.count, u.exp_avg_sq_dtype);
+  const Array g = array_from({"grad", piece}, field(kGrad), u.count, u.grad_dtype);
   refuse_overlap(m, p);
   refuse_overlap(v, p);
   refuse_overlap(v, m);
@@ -142,25 +182,49 @@ dos::Update update_from(py::handle param, py::handle exp_avg, py::handle exp_avg
   u.exp_avg_sq = reinterpret_cast<void*>(v.address);
   u.grad = reinterpret_cast<const void*>(g.address);
 
-  const uintptr_t out_address = address_from(out, "out");
-  u.out = nullptr;
   if (u.out_dtype == DType::none) {
-    if (out_address != 0) refuse("out", "an address without a dtype");
+    if (address_from(field(kOut), {"out", piece}) != 0) refuse({"out", piece}, "an address without a dtype");
+    u.out = nullptr;
   } else {
-    const Array o = array_from("out", out_address, u.count, u.out_dtype);
+    const Array o = array_from({"out", piece}, field(kOut), u.count, u.out_dtype);
     for (const Array* other : {&p, &m, &v, &g}) refuse_overlap(o, *other);
     u.out = reinterpret_cast<void*>(o.address);
   }
-  // Past the caches only when the update does not fit in them anyway: the state's 24 bytes an element against a few MiB.
-  constexpr int64_t kStreamFrom = 256 * 1024;
-  u.stream_out = u.count >= kStreamFrom;
   return u;
 }
 
-// A submitted update and what keeps its memory alive. Dropping it waits: the memory may go right after.
+std::vector<dos::Update> updates_from(const py::list& pieces) {
+  std::vector<dos::Update> updates;
+  updates.reserve(pieces.size());
+  py::object parsed;  // pieces of one param group share one AdamScalars
+  dos::Scalars scalars{};
+  int64_t total = 0;
+  for (size_t index = 0; index < pieces.size(); ++index) {
+    const py::object piece = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(pieces.ptr(), index));
+    const int64_t number = pieces.size() > 1 ? static_cast<int64_t>(index) : -1;
+    if (!PyTuple_Check(piece.ptr()) || PyTuple_GET_SIZE(piece.ptr()) != kFields)
+      throw py::type_error("pieces: expected tuples of " + std::to_string(kFields) + " fields");
+    const py::handle given(PyTuple_GET_ITEM(piece.ptr(), kScalars));
+    if (!parsed.is(given)) {
+      scalars = scalars_from(given, number);
+      parsed = py::reinterpret_borrow<py::object>(given);
+    }
+    updates.push_back(update_from(piece.ptr(), scalars, number));
+    if (__builtin_add_overflow(total, updates.back().count, &total)) refuse({"count", number}, "too many elements");
+  }
+  // Past the caches only when the job does not fit in them anyway: 24 bytes of state an element against a few MiB.
+  constexpr int64_t kStreamFrom = 256 * 1024;
+  for (dos::Update& update : updates) update.stream_out = total >= kStreamFrom;
+  return updates;
+}
+
+dos::RangeKernel active_kernel() { return active_isa.load()->update_range; }
+
+// A submitted job and what keeps its memory alive. Dropping it waits: the memory may go right after.
 class PyTicket {
  public:
-  PyTicket(dos::Ticket ticket, py::object keep_alive) : ticket_(std::move(ticket)), keep_alive_(std::move(keep_alive)) {}
+  PyTicket(dos::Ticket ticket, py::object keep_alive)
+      : ticket_(std::move(ticket)), keep_alive_(std::move(keep_alive)) {}
   PyTicket(PyTicket&&) = default;
   ~PyTicket() {
     if (ticket_.done()) return;
@@ -172,7 +236,7 @@ class PyTicket {
     }
   }
 
-  bool done() const { return ticket_.done(); }
+  bool poll() const { return ticket_.done(); }
   void wait() {
     {
       const py::gil_scoped_release release;
@@ -184,6 +248,22 @@ class PyTicket {
  private:
   dos::Ticket ticket_;
   py::object keep_alive_;
+};
+
+// A slab that Python may have page-locked, which must be undone before the memory goes.
+class PySlab : public dos::Slab {
+ public:
+  using dos::Slab::Slab;
+  ~PySlab() {
+    if (before_release.is_none()) return;
+    try {
+      before_release();
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("megatron_dos slab");
+    }
+  }
+
+  py::object before_release = py::none();
 };
 
 void set_isa(const std::string& name) { active_isa = &dos::find_isa(name); }
@@ -202,10 +282,20 @@ void choose_isa() {
 }
 
 std::unique_ptr<dos::Pool> make_pool(int threads, std::vector<int> cpus) {
-  if (threads < 1) refuse("threads", "must be at least 1, got " + std::to_string(threads));
+  constexpr int kMostThreads = 4096;
+  if (threads < 1 || threads > kMostThreads)
+    refuse({"threads"}, "must be 1 to " + std::to_string(kMostThreads) + ", got " + std::to_string(threads));
+  constexpr int kMostCpus = 1 << 16;
   for (const int cpu : cpus)
-    if (cpu < 0) refuse("cpus", "negative CPU number");
+    if (cpu < 0 || cpu >= kMostCpus) refuse({"cpus"}, "not a CPU number: " + std::to_string(cpu));
   return std::make_unique<dos::Pool>(threads, std::move(cpus));
+}
+
+std::unique_ptr<PySlab> make_slab(int64_t nbytes, int node) {
+  constexpr int kMostNodes = 1 << 16;
+  if (nbytes < 1) refuse({"nbytes"}, "must be at least 1, got " + std::to_string(nbytes));
+  if (node < -1 || node >= kMostNodes) refuse({"node"}, "not a NUMA node: " + std::to_string(node));
+  return std::make_unique<PySlab>(static_cast<size_t>(nbytes), node);
 }
 
 }  // namespace
@@ -226,11 +316,15 @@ PYBIND11_MODULE(_cpp_adam, m) {
   m.def("set_isa", &set_isa, py::arg("name"),
         "Use another instruction set from now on (tests and benchmarks; MEGATRON_DOS_ISA is the user's way).");
 
-  py::class_<PyTicket>(m, "Ticket", "A submitted update. Dropping it waits for the update.")
-      .def("done", &PyTicket::done, "Whether the update is done; never blocks.")
-      .def("wait", &PyTicket::wait, "Block until the update is done, with the GIL released.");
+  py::class_<PyTicket>(m, "Ticket", "A submitted job. Dropping it waits for the job.")
+      .def("poll", &PyTicket::poll, "Whether the job is done; never blocks.")
+      .def("wait", &PyTicket::wait, "Block until the job is done, with the GIL released.");
 
-  py::class_<dos::Pool>(m, "Pool", "Worker threads that run updates in order of submission.")
+  py::class_<dos::Pool>(
+      m, "Pool",
+      "Worker threads that run jobs in order of submission. A job is a list of pieces, each the tuple (param, exp_avg,\n"
+      "exp_avg_sq, grad, out, count, exp_avg_dtype, exp_avg_sq_dtype, grad_dtype, out_dtype, scalars, grad_scale):\n"
+      "addresses (out 0 for none), a count of elements, codes of kernels.DType, an AdamScalars, a float.")
       .def(py::init(&make_pool), py::arg("threads"), py::arg("cpus") = std::vector<int>())
       .def_property_readonly("threads", &dos::Pool::threads)
       .def_property_readonly("cpus", &dos::Pool::cpus)
@@ -239,31 +333,29 @@ PYBIND11_MODULE(_cpp_adam, m) {
            "Finish what was submitted and end the threads.")
       .def(
           "submit",
-          [](dos::Pool& pool, py::handle param, py::handle exp_avg, py::handle exp_avg_sq, py::handle grad,
-             py::handle out, py::handle count, py::handle exp_avg_dtype, py::handle exp_avg_sq_dtype,
-             py::handle grad_dtype, py::handle out_dtype, py::handle scalars, py::handle grad_scale,
-             py::object keep_alive) {
-            const dos::Update update = update_from(param, exp_avg, exp_avg_sq, grad, out, count, exp_avg_dtype,
-                                                   exp_avg_sq_dtype, grad_dtype, out_dtype, scalars, grad_scale);
-            return PyTicket(pool.submit(update, active_isa.load()->update_range), std::move(keep_alive));
+          [](dos::Pool& pool, const py::list& pieces, py::object keep_alive) {
+            return PyTicket(pool.submit(updates_from(pieces), active_kernel()), std::move(keep_alive));
           },
-          py::arg("param"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("grad"), py::arg("out"),
-          py::arg("count"), py::arg("exp_avg_dtype"), py::arg("exp_avg_sq_dtype"), py::arg("grad_dtype"),
-          py::arg("out_dtype"), py::arg("scalars"), py::arg("grad_scale"), py::arg("keep_alive") = py::none(),
-          "Start an update and return its Ticket, which holds keep_alive until the update is done.")
+          py::arg("pieces"), py::arg("keep_alive") = py::none(),
+          "Start a job and return its Ticket, which holds keep_alive until it is done.")
       .def(
           "run",
-          [](dos::Pool& pool, py::handle param, py::handle exp_avg, py::handle exp_avg_sq, py::handle grad,
-             py::handle out, py::handle count, py::handle exp_avg_dtype, py::handle exp_avg_sq_dtype,
-             py::handle grad_dtype, py::handle out_dtype, py::handle scalars, py::handle grad_scale) {
-            const dos::Update update = update_from(param, exp_avg, exp_avg_sq, grad, out, count, exp_avg_dtype,
-                                                   exp_avg_sq_dtype, grad_dtype, out_dtype, scalars, grad_scale);
-            const dos::Ticket ticket = pool.start(update, active_isa.load()->update_range);
+          [](dos::Pool& pool, const py::list& pieces) {
+            const dos::Ticket ticket = pool.start(updates_from(pieces), active_kernel());
             const py::gil_scoped_release release;
             ticket.wait();
           },
-          py::arg("param"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("grad"), py::arg("out"),
-          py::arg("count"), py::arg("exp_avg_dtype"), py::arg("exp_avg_sq_dtype"), py::arg("grad_dtype"),
-          py::arg("out_dtype"), py::arg("scalars"), py::arg("grad_scale"),
-          "Run an update to its end, a small one on the calling thread; the GIL is released meanwhile.");
+          py::arg("pieces"), "Run a job to its end, a small one on the calling thread; the GIL is released.");
+
+  py::class_<PySlab>(m, "Slab", py::buffer_protocol(),
+                     "Zeroed, page-aligned host memory; a writable buffer of bytes, for torch.frombuffer.")
+      .def(py::init(&make_slab), py::arg("nbytes"), py::arg("node") = -1)
+      .def_property_readonly("address", [](const PySlab& slab) { return reinterpret_cast<uintptr_t>(slab.address()); })
+      .def_property_readonly("nbytes", &PySlab::bytes)
+      .def_property_readonly("huge_pages_asked", &PySlab::huge_pages_asked)
+      .def_property_readonly("node_preferred", &PySlab::node_preferred)
+      .def_readwrite("before_release", &PySlab::before_release, "Called before the memory goes, unless None.")
+      .def_buffer([](PySlab& slab) {
+        return py::buffer_info(static_cast<uint8_t*>(slab.address()), static_cast<py::ssize_t>(slab.bytes()));
+      });
 }

@@ -6,19 +6,22 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <thread>
 
+#include "footprint.h"
 #include "fp_environment.h"
 
 namespace dos {
 namespace {
 
-// A part is one thread's share of an update: large enough to pay for waking a thread and to keep the memory streams
+// A part is what one thread takes of a job at a time: large enough to pay for waking it and to keep the memory streams
 // long, small enough that a thread which lost its core does not hold up the others.
 constexpr int64_t kSmallestPart = 64 * 1024;
 constexpr int64_t kLargestPart = 1024 * 1024;
@@ -45,71 +48,58 @@ class SignalsBlocked {
   sigset_t saved_;
 };
 
-int64_t size_of(DType dtype) {
-  if (dtype == DType::none) return 0;
-  return dtype == DType::float32 ? 4 : 2;
-}
-
-struct Range {
-  uintptr_t begin;
-  uintptr_t end;
-};
-
-Range range_of(const void* address, DType dtype, int64_t count) {
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(address);
-  return {begin, begin + static_cast<uintptr_t>(count * size_of(dtype))};
-}
-
-bool overlap(const Range& a, const Range& b) { return a.begin < b.end && b.begin < a.end; }
-
-// Whether one of the two writes what the other one reads or writes.
-bool conflict(const Update& a, const Update& b) {
-  struct Touched {
-    Range written[4];
-    Range read;
-  };
-  const auto touched = [](const Update& u) {
-    return Touched{{range_of(u.param, DType::float32, u.count), range_of(u.exp_avg, u.exp_avg_dtype, u.count),
-                    range_of(u.exp_avg_sq, u.exp_avg_sq_dtype, u.count), range_of(u.out, u.out_dtype, u.count)},
-                   range_of(u.grad, u.grad_dtype, u.count)};
-  };
-  const Touched first = touched(a);
-  const Touched second = touched(b);
-  for (const Range& x : first.written) {
-    if (overlap(x, second.read)) return true;
-    for (const Range& y : second.written)
-      if (overlap(x, y) || overlap(first.read, y)) return true;
-  }
-  return false;
-}
-
-int64_t part_count(int64_t count, int threads) {
-  const int64_t most = std::max<int64_t>(1, count / kSmallestPart);
-  const int64_t wanted = std::max<int64_t>(4 * threads, count / kLargestPart);
-  return std::min(most, wanted);
+void restrict_to(std::thread& worker, const std::vector<int>& cpus) {
+  if (cpus.empty()) return;
+  const int highest = *std::max_element(cpus.begin(), cpus.end());
+  const std::unique_ptr<cpu_set_t, void (*)(cpu_set_t*)> set(CPU_ALLOC(highest + 1), [](cpu_set_t* s) { CPU_FREE(s); });
+  if (set == nullptr) throw std::bad_alloc();
+  const size_t bytes = CPU_ALLOC_SIZE(highest + 1);
+  CPU_ZERO_S(bytes, set.get());
+  for (const int cpu : cpus) CPU_SET_S(cpu, bytes, set.get());
+  const int error = pthread_setaffinity_np(worker.native_handle(), bytes, set.get());
+  // Where affinity itself is forbidden (some containers), threads run unpinned.
+  if (error == EINVAL)
+    throw std::system_error(error, std::generic_category(), "cpus: this process may run on none of them");
 }
 
 }  // namespace
 
-void run_inline(const Update& update, RangeKernel kernel) {
-  const IeeeEnvironment environment;
-  kernel(update, 0, update.count);
-}
-
+// The updates of a job are one range of `count` elements, laid end to end, and parts are cut from that.
 struct Job {
-  Job(const Update& u, RangeKernel k, int threads)
-      : update(u),
-        kernel(k),
-        parts(part_count(u.count, threads)),
-        part_size(u.count / parts / kPartMultiple * kPartMultiple),
-        unfinished_parts(parts),
-        generation(fork_generation()) {}
+  Job(std::vector<Update> list, RangeKernel k, int threads)
+      : updates(std::move(list)), kernel(k), generation(fork_generation()) {
+    starts.reserve(updates.size());
+    for (const Update& u : updates) {
+      starts.push_back(count);
+      count += u.count;
+    }
+    const int64_t most = std::max<int64_t>(1, count / kSmallestPart);
+    parts = std::min(most, std::max<int64_t>(4 * threads, count / kLargestPart));
+    part_size = count / parts / kPartMultiple * kPartMultiple;
+    unfinished_parts = parts;
+  }
 
-  const Update update;
+  void run_part(int64_t part) const {
+    run(part * part_size, part + 1 == parts ? count : (part + 1) * part_size);
+  }
+
+  void run(int64_t begin, int64_t end) const {
+    size_t index = std::upper_bound(starts.begin(), starts.end(), begin) - starts.begin() - 1;
+    for (; index < updates.size() && starts[index] < end; ++index) {
+      const Update& u = updates[index];
+      const int64_t from = std::max<int64_t>(begin - starts[index], 0);
+      const int64_t to = std::min(end - starts[index], u.count);
+      if (from < to) kernel(u, from, to);
+    }
+  }
+
+  const std::vector<Update> updates;
   const RangeKernel kernel;
-  const int64_t parts;
-  const int64_t part_size;  // of all parts but the last, which takes the rest
   const uint64_t generation;
+  std::vector<int64_t> starts;
+  int64_t count = 0;
+  int64_t parts;
+  int64_t part_size;  // of all parts but the last, which takes the rest
   bool run_by_waiter = false;
 
   // Under the pool's mutex.
@@ -128,7 +118,9 @@ class PoolState {
     try {
       for (int index = 0; index < threads; ++index) {
         workers_.emplace_back([this] { work(); });
-        set_up(workers_.back(), index, cpus);
+        const std::string name = "dos-adam-" + std::to_string(index);
+        pthread_setname_np(workers_.back().native_handle(), name.substr(0, 15).c_str());
+        restrict_to(workers_.back(), cpus);
       }
     } catch (...) {
       close();
@@ -137,23 +129,29 @@ class PoolState {
   }
 
   void submit(const std::shared_ptr<Job>& job) {
+    InFlight entry{job, Footprint(job->updates)};
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      job->after_all_earlier = conflicts(job->update);
+      job->after_all_earlier = conflicts(entry.footprint);
       unclaimed_.push_back(job);
-      unfinished_.push_back(job);
+      unfinished_.push_back(std::move(entry));
     }
-    work_to_do_.notify_all();
-  }
-
-  void wait_for_conflicts(const Update& update) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    job_done_.wait(lock, [&] { return !conflicts(update); });
+    if (job->parts > 1)
+      work_to_do_.notify_all();
+    else
+      work_to_do_.notify_one();
   }
 
   void wait(const Job& job) {
     std::unique_lock<std::mutex> lock(mutex_);
     job_done_.wait(lock, [&] { return job.done.load(std::memory_order_relaxed); });
+  }
+
+  void wait_for_conflicts(const Job& job) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (unfinished_.empty()) return;
+    const Footprint footprint(job.updates);
+    job_done_.wait(lock, [&] { return !conflicts(footprint); });
   }
 
   void close() {
@@ -167,29 +165,19 @@ class PoolState {
   }
 
  private:
-  static void set_up(std::thread& worker, int index, const std::vector<int>& cpus) {
-    const std::string name = "dos-adam-" + std::to_string(index);
-    pthread_setname_np(worker.native_handle(), name.substr(0, 15).c_str());
-    if (cpus.empty()) return;
-    const int highest = *std::max_element(cpus.begin(), cpus.end());
-    cpu_set_t* set = CPU_ALLOC(highest + 1);
-    if (set == nullptr) throw std::bad_alloc();
-    const size_t bytes = CPU_ALLOC_SIZE(highest + 1);
-    CPU_ZERO_S(bytes, set);
-    for (const int cpu : cpus) CPU_SET_S(cpu, bytes, set);
-    const int error = pthread_setaffinity_np(worker.native_handle(), bytes, set);
-    CPU_FREE(set);
-    if (error != 0) throw std::system_error(error, std::generic_category(), "cpus: cannot run a worker thread on them");
-  }
+  struct InFlight {
+    std::shared_ptr<Job> job;
+    Footprint footprint;
+  };
 
-  bool conflicts(const Update& update) const {
+  bool conflicts(const Footprint& footprint) const {
     return std::any_of(unfinished_.begin(), unfinished_.end(),
-                       [&](const std::shared_ptr<Job>& earlier) { return conflict(earlier->update, update); });
+                       [&](const InFlight& earlier) { return earlier.footprint.conflicts_with(footprint); });
   }
 
   bool can_start_next() const {
     if (unclaimed_.empty()) return false;
-    return !unclaimed_.front()->after_all_earlier || unfinished_.front() == unclaimed_.front();
+    return !unclaimed_.front()->after_all_earlier || unfinished_.front().job == unclaimed_.front();
   }
 
   void work() {
@@ -197,31 +185,30 @@ class PoolState {
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
       work_to_do_.wait(lock, [&] { return can_start_next() || (closing_ && unclaimed_.empty()); });
-      if (!can_start_next()) return;
+      if (unclaimed_.empty()) return;
       const std::shared_ptr<Job> job = unclaimed_.front();
       const int64_t part = job->next_part++;
       if (job->next_part == job->parts) unclaimed_.pop_front();
       lock.unlock();
-      const int64_t begin = part * job->part_size;
-      const int64_t end = part + 1 == job->parts ? job->update.count : begin + job->part_size;
-      job->kernel(job->update, begin, end);
+      job->run_part(part);
       lock.lock();
       if (--job->unfinished_parts == 0) finish(job);
     }
   }
 
   void finish(const std::shared_ptr<Job>& job) {
-    unfinished_.erase(std::find(unfinished_.begin(), unfinished_.end(), job));
+    unfinished_.erase(std::find_if(unfinished_.begin(), unfinished_.end(),
+                                   [&](const InFlight& entry) { return entry.job == job; }));
     job->done.store(true, std::memory_order_release);
     job_done_.notify_all();
-    work_to_do_.notify_all();  // the next update may have waited for this one
+    if (!unclaimed_.empty() || closing_) work_to_do_.notify_all();  // the next job may have waited for this one
   }
 
   std::mutex mutex_;
   std::condition_variable work_to_do_;
   std::condition_variable job_done_;
-  std::deque<std::shared_ptr<Job>> unclaimed_;   // with parts that no worker took yet
-  std::deque<std::shared_ptr<Job>> unfinished_;  // in order of submission
+  std::deque<std::shared_ptr<Job>> unclaimed_;  // with parts that no worker took yet
+  std::deque<InFlight> unfinished_;             // in order of submission
   bool closing_ = false;
   std::vector<std::thread> workers_;
 };
@@ -234,10 +221,11 @@ bool Ticket::done() const { return job_ == nullptr || job_->done.load(std::memor
 void Ticket::wait() const {
   if (done()) return;
   if (job_->generation != fork_generation())
-    throw std::runtime_error("ticket: submitted before this process was forked, and only the parent process works on it");
+    throw std::runtime_error("ticket: submitted before this process was forked; only its parent works on it");
   if (job_->run_by_waiter) {
-    pool_->wait_for_conflicts(job_->update);
-    run_inline(job_->update, job_->kernel);
+    pool_->wait_for_conflicts(*job_);
+    const IeeeEnvironment environment;
+    job_->run(0, job_->count);
     job_->done.store(true, std::memory_order_release);
   } else {
     pool_->wait(*job_);
@@ -256,25 +244,30 @@ PoolState& Pool::state() {
   if (fork_generation_ != fork_generation()) {
     // The old state's threads do not exist here and its mutex may be held for ever: leave it alone.
     new std::shared_ptr<PoolState>(std::move(state_));
-    fork_generation_ = fork_generation();
     state_ = std::make_shared<PoolState>(threads_, cpus_);
+    fork_generation_ = fork_generation();
   }
   return *state_;
 }
 
-Ticket Pool::submit(const Update& update, RangeKernel kernel) {
+Ticket Pool::submit(std::vector<Update> updates, RangeKernel kernel) {
   PoolState& workers = state();
-  if (update.count == 0) return Ticket();
-  auto job = std::make_shared<Job>(update, kernel, threads_);
+  auto job = std::make_shared<Job>(std::move(updates), kernel, threads_);
+  if (job->count == 0) return Ticket();
   workers.submit(job);
   return Ticket(state_, std::move(job));
 }
 
-Ticket Pool::start(const Update& update, RangeKernel kernel) {
-  if (threads_ > 1 && part_count(update.count, threads_) > 1) return submit(update, kernel);
-  state();
-  auto job = std::make_shared<Job>(update, kernel, threads_);
-  job->run_by_waiter = true;
+Ticket Pool::start(std::vector<Update> updates, RangeKernel kernel) {
+  PoolState& workers = state();
+  auto job = std::make_shared<Job>(std::move(updates), kernel, threads_);
+  if (job->count == 0) return Ticket();
+  if (threads_ > 1 && job->parts > 1) {
+    workers.submit(job);
+  } else {
+    if (job->updates.size() > 1) (void)Footprint(job->updates);  // refuses pieces that overlap
+    job->run_by_waiter = true;
+  }
   return Ticket(state_, std::move(job));
 }
 

@@ -12,14 +12,14 @@ namespace dos {
 class PoolState;
 struct Job;
 
-// Handle of one submitted update. Copyable; outlives the pool.
+// Handle of one job, that is, of the updates submitted together. Copyable; outlives the pool.
 class Ticket {
  public:
-  Ticket() = default;  // an update that is already done
+  Ticket() = default;  // of a job that is already done
 
   bool done() const;
 
-  // Blocks until the update is done. Throws std::runtime_error in a forked child, where nobody works on it.
+  // Blocks until the job is done. Throws std::runtime_error in a forked child, where nobody works on it.
   void wait() const;
 
  private:
@@ -30,24 +30,24 @@ class Ticket {
   std::shared_ptr<Job> job_;
 };
 
-// Updates are worked on in the order of submission, and several may be in flight. One that touches memory which an
-// earlier unfinished one writes (or writes what it reads) starts after it. The pool is not thread-safe, its tickets
-// are: the caller serialises calls on the pool (Python's lock does).
+// Jobs are worked on in the order of submission, and several may be in flight. One that touches memory which an earlier
+// unfinished one writes (or writes what that one reads) starts after all earlier ones. The pool is not thread-safe, its
+// tickets are: the caller serialises calls on the pool (Python's lock does).
 //
 // A forked child has no worker threads: the first call there starts fresh ones.
 class Pool {
  public:
   // Workers may run on any of `cpus`; an empty list leaves their affinity alone.
-  // Throws std::system_error when the threads cannot be started.
+  // Throws std::system_error when the threads cannot be started or may not run there.
   Pool(int threads, std::vector<int> cpus);
   ~Pool();
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  // Both throw std::runtime_error when the pool is closed.
-  Ticket submit(const Update& update, RangeKernel kernel);
-  // The same, for a caller that waits at once: an update too small to share is run by the thread that waits.
-  Ticket start(const Update& update, RangeKernel kernel);
+  // Both throw std::runtime_error when the pool is closed, std::invalid_argument when the updates overlap.
+  Ticket submit(std::vector<Update> updates, RangeKernel kernel);
+  // The same, for a caller that waits at once: a job too small to share is run by the thread that waits.
+  Ticket start(std::vector<Update> updates, RangeKernel kernel);
 
   // Finishes what was submitted and joins the workers. Later calls do nothing.
   void close();
@@ -65,8 +65,5 @@ class Pool {
   uint64_t fork_generation_;
   std::shared_ptr<PoolState> state_;
 };
-
-// Runs a whole update on the calling thread.
-void run_inline(const Update& update, RangeKernel kernel);
 
 }  // namespace dos

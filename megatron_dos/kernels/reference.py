@@ -83,7 +83,7 @@ def adamw(
 
 
 def _store(target: np.ndarray, values: np.ndarray) -> None:
-    """Round to the target's dtype. Hardware disagrees on the sign and payload of a NaN, so one NaN is stored for all."""
+    """Round to the dtype of `target`. Hardware disagrees on the sign and payload of a NaN: one is stored for all."""
     if target.dtype == np.uint16:
         target[...] = float32_to_bfloat16(values)
     elif target.dtype == np.float16:

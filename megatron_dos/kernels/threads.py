@@ -1,14 +1,90 @@
-"""How many worker threads the CPU update gets, and on which CPUs they run.
+"""How many worker threads the CPU update gets, on which CPUs they run, and from which NUMA node memory is taken.
 
 The default is this rank's share of the CPUs the process may use, whatever OMP_NUM_THREADS says: torchrun sets that
-to 1, and ranks that each take every CPU slow one another down.
+to 1, and ranks that each take every CPU slow one another down. Where the machine has NUMA nodes, a rank's CPUs and
+memory are those near its GPU, as far as they go: a preference, never a reason to fail.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-__all__ = ["cpus_of_rank", "default_threads"]
+from megatron_dos.kernels import gpu
+
+__all__ = ["cpus_for", "cpus_of_rank", "default_threads", "divide_cpus", "memory_node"]
+
+_SYSTEM = Path("/sys/devices/system")
+
+
+def default_threads() -> int:
+    """This rank's share of the allowed CPUs: their number over LOCAL_WORLD_SIZE, at least 1."""
+    return max(1, len(os.sched_getaffinity(0)) // _local("LOCAL_WORLD_SIZE", 1, 1))
+
+
+def cpus_for(threads: int) -> list[int]:
+    """CPUs for a pool of `threads` workers; empty when they are not to be pinned.
+
+    A single worker is free to move. More workers than this rank's share of the CPUs get all allowed ones.
+    """
+    if threads == 1:
+        return []
+    share = cpus_of_rank()
+    return share if threads <= len(share) else sorted(os.sched_getaffinity(0))
+
+
+def cpus_of_rank() -> list[int]:
+    """This rank's share of the allowed CPUs, sorted; all of them where there are fewer than ranks."""
+    ranks = _local("LOCAL_WORLD_SIZE", 1, 1)
+    rank = _local("LOCAL_RANK", 0, 0)
+    allowed = sorted(os.sched_getaffinity(0))
+    if rank >= ranks:
+        return allowed
+    nodes = _nodes_of_cpus()
+    cores = {cpu: (nodes.get(cpu, 0), _first_sibling(cpu), cpu) for cpu in allowed}
+    in_order = sorted(allowed, key=cores.__getitem__)
+    return divide_cpus(in_order, nodes, gpu.numa_nodes(ranks))[rank]
+
+
+def divide_cpus(cpus: Sequence[int], nodes: Mapping[int, int], wanted: Sequence[int | None]) -> list[list[int]]:
+    """Equal shares of `cpus`, one for each rank of `wanted`, disjoint where there are enough CPUs.
+
+    Args:
+        cpus: allowed CPUs, those that share caches side by side.
+        nodes: CPU -> NUMA node.
+        wanted: the node that each rank prefers, or None.
+
+    Returns:
+        A sorted list of CPUs for each rank. A rank without a preference, or whose node is used up, gets what is left.
+    """
+    size = len(cpus) // len(wanted)
+    if size == 0:
+        return [sorted(cpus)] * len(wanted)
+    free = list(cpus)
+    shares: list[list[int]] = []
+    for node in wanted:
+        near = [cpu for cpu in free if node is not None and nodes.get(cpu) == node][:size]
+        shares.append(near)
+        free = [cpu for cpu in free if cpu not in near]
+    for share in shares:
+        missing = size - len(share)
+        share += free[:missing]
+        del free[:missing]
+    return [sorted(share) for share in shares]
+
+
+def memory_node() -> int | None:
+    """The NUMA node that this rank's slabs prefer: its GPU's, else its CPUs' when they are all of one; else None."""
+    nodes = _nodes_of_cpus()
+    if len(set(nodes.values())) < 2:
+        return None
+    rank, ranks = _local("LOCAL_RANK", 0, 0), _local("LOCAL_WORLD_SIZE", 1, 1)
+    near_gpu = gpu.numa_nodes(ranks)[rank] if rank < ranks else None
+    if near_gpu is not None:
+        return near_gpu
+    of_cpus = {nodes.get(cpu) for cpu in cpus_of_rank()}
+    return of_cpus.pop() if len(of_cpus) == 1 else None
 
 
 def _local(name: str, default: int, least: int) -> int:
@@ -25,17 +101,27 @@ def _local(name: str, default: int, least: int) -> int:
     return value
 
 
-def default_threads() -> int:
-    """This rank's share of the allowed CPUs: their number over LOCAL_WORLD_SIZE, at least 1."""
-    return max(1, len(os.sched_getaffinity(0)) // _local("LOCAL_WORLD_SIZE", 1, 1))
+def _nodes_of_cpus() -> dict[int, int]:
+    """CPU -> NUMA node; empty where the kernel does not say."""
+    nodes: dict[int, int] = {}
+    for path in sorted(_SYSTEM.glob("node/node[0-9]*/cpulist")):
+        nodes.update(dict.fromkeys(_numbers(path), int(path.parent.name.removeprefix("node"))))
+    return nodes
 
 
-def cpus_of_rank() -> list[int]:
-    """The allowed CPUs on which this rank's workers run; ranks of one node do not share them where there are enough."""
-    allowed = sorted(os.sched_getaffinity(0))
-    ranks = _local("LOCAL_WORLD_SIZE", 1, 1)
-    rank = _local("LOCAL_RANK", 0, 0)
-    share = len(allowed) // ranks
-    if share == 0 or rank >= ranks:
-        return allowed
-    return allowed[rank * share : (rank + 1) * share]
+def _first_sibling(cpu: int) -> int:
+    """The lowest CPU of the same core."""
+    return min(_numbers(_SYSTEM / f"cpu/cpu{cpu}/topology/thread_siblings_list"), default=cpu)
+
+
+def _numbers(path: Path) -> list[int]:
+    """The numbers of a kernel list like 0-3,8; empty where the file cannot be read."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return []
+    numbers: list[int] = []
+    for run in filter(None, text.split(",")):
+        low, _, high = run.partition("-")
+        numbers += range(int(low), int(high or low) + 1)
+    return numbers

@@ -1,0 +1,37 @@
+"""What the CPU backend asks about GPUs: whether a real one is in use, and which NUMA node it hangs on.
+
+`torch.cuda` may be an emulation on a machine without a GPU, so the answers come from torch's C bindings.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+__all__ = ["in_use", "numa_nodes"]
+
+
+def in_use() -> bool:
+    """Whether torch is a CUDA build that sees a GPU and has initialised CUDA in this process."""
+    count = getattr(torch._C, "_cuda_getDeviceCount", None)
+    if torch.version.cuda is None or count is None:
+        return False
+    return torch.cuda.is_initialized() and not torch.cuda._is_in_bad_fork() and count() > 0
+
+
+def numa_nodes(ranks: int) -> list[int | None]:
+    """The NUMA node of the GPU of each local rank, rank i using GPU i; None where that is not known."""
+    if not in_use() or torch._C._cuda_getDeviceCount() < ranks:
+        return [None] * ranks
+    return [_numa_node(index) for index in range(ranks)]
+
+
+def _numa_node(index: int) -> int | None:
+    properties = torch.cuda.get_device_properties(index)
+    try:
+        address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+        node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
+    except (AttributeError, OSError, ValueError):  # an older torch, a hidden bus, a node not told
+        return None
+    return node if node >= 0 else None

@@ -1,0 +1,62 @@
+"""Host memory for optimizer states: large zeroed arrays on huge pages, page-locked when a GPU is in use.
+
+A slab takes the bytes asked for, rounded up to one page; torch's own page-locked allocator rounds up to a power of two.
+Pages are touched lazily without a GPU, and locked at once with one.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+import torch
+
+from megatron_dos import _cpp_adam
+from megatron_dos.kernels import gpu
+from megatron_dos.kernels.threads import memory_node
+
+__all__ = ["zeros"]
+
+
+def zeros(numel: int, dtype: torch.dtype = torch.float32, pin: bool | None = None) -> torch.Tensor:
+    """A flat host tensor of `numel` zeros in a slab of its own, which lives as long as the tensor's storage.
+
+    Args:
+        numel: elements; 0 gives an ordinary empty tensor.
+        dtype: any torch dtype.
+        pin: page-lock the memory for copies to and from a GPU; None means when a GPU is in use.
+
+    Raises:
+        ValueError: numel is negative.
+        RuntimeError: the memory could not be page-locked, or pin is asked for and there is no GPU.
+        OSError: the kernel refused the mapping.
+    """
+    if numel < 0:
+        raise ValueError(f"numel: must not be negative, got {numel}")
+    if numel == 0:
+        return torch.zeros(0, dtype=dtype, device="cpu")
+    if pin and not gpu.in_use():
+        raise RuntimeError("pin: page-locking needs a GPU that CUDA was initialised for, and there is none")
+    node = memory_node()
+    slab = _cpp_adam.Slab(numel * dtype.itemsize, -1 if node is None else node)
+    if pin or (pin is None and gpu.in_use()):
+        _page_lock(slab)
+    return torch.frombuffer(slab, dtype=dtype, count=numel)
+
+
+def _page_lock(slab: _cpp_adam.Slab) -> None:
+    """Register the slab with CUDA, and have that undone before its memory goes."""
+    cudart = torch.cuda.cudart()
+    portable = 1  # cudaHostRegisterPortable: for every CUDA context
+    error = int(cudart.cudaHostRegister(slab.address, slab.nbytes, portable))
+    if error != 0:
+        raise RuntimeError(
+            f"could not page-lock {slab.nbytes / 2**30:.2f} GiB of host memory (CUDA error {error}): free host memory, "
+            "or raise the limit on locked memory (ulimit -l, or the container's memlock setting)"
+        )
+    slab.before_release = functools.partial(_unlock, cudart, slab.address)
+
+
+def _unlock(cudart, address: int) -> None:
+    if not sys.is_finalizing():  # CUDA may be gone, and the process's memory goes anyway
+        cudart.cudaHostUnregister(address)
