@@ -5,47 +5,81 @@ the stream it runs on, the resources it reads and writes and the operations it m
 operations of different streams in any order, or at once, as long as it honours `depends_on` and the order within
 a stream. Nothing here knows what an operation computes, or how a device runs it.
 
-Every subgroup is updated on the CPU by the programs made here:
+A subgroup is updated in one of two places, mixed as evenly as the shares allow:
 
-    cast_grad (compute)  ->  grad_to_host (d2h)  ->  update_on_host (cpu)  ->  param_to_device (h2d)
+    on the CPU      cast_grad (cast) -> grad_to_host (d2h) -> update_on_host (cpu) -> param_to_device (h2d)
+    on the device   states_to_device (h2d) -> update_on_device (compute) -> states_to_host (d2h)
 
-Subgroup i uses staging slots i mod `slots`, so the stages of neighbouring subgroups can overlap.
+[Note: streams] Each copy direction has two streams, one for states and one for the grads and params of CPU
+subgroups. A stream runs its operations in order: if the params of a CPU subgroup waited for the CPU on the stream
+that also fetches states, the fetches behind them would wait for the CPU too.
+
+[Note: slots] Staging memory is a small number of slots of each kind, used in turn by the subgroups of that kind. What
+was read from or written to a slot before is what its next use has to wait for; the builder derives these waits from
+the reads and writes alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from fractions import Fraction
 
-__all__ = ["Op", "OpKind", "Program", "Resource", "Stream", "cpu_update_program"]
+__all__ = [
+    "Op",
+    "OpKind",
+    "Placement",
+    "Program",
+    "Resource",
+    "Stream",
+    "SubgroupShape",
+    "build_program",
+    "every_kth_on_device",
+    "mix",
+]
 
 
 class Stream(Enum):
-    """What an operation occupies. Operations of one stream run in program order."""
+    """What an operation occupies. Operations of one stream run in program order. See [Note: streams]."""
 
-    COMPUTE = "compute"  # the device's default stream: casts
-    D2H = "d2h"  # copies to the host; overlaps with copies to the device and with the CPU
-    H2D = "h2d"  # copies to the device
+    COMPUTE = "compute"  # updates on the device; overlaps with all copies and the CPU
+    CAST = "cast"  # casts of grads bound for the CPU: a full slot must not hold up the updates
+    STATES_H2D = "states_h2d"  # fetches states; overlaps with writing them back, with updates and the CPU
+    STATES_D2H = "states_d2h"  # writes states back; overlaps with fetches
+    GRAD_D2H = "grad_d2h"  # sends grads to the CPU; overlaps with everything else
+    PARAM_H2D = "param_h2d"  # sends new params back from the CPU; overlaps with everything else
     CPU = "cpu"  # the host threads of the fused update
+    RELEASE = "release"  # hands finished buckets on, while later ones are still updated
+
+
+class Placement(Enum):
+    """Where a subgroup is updated."""
+
+    HOST = "host"  # by the CPU, in place
+    STREAMED = "streamed"  # on the device, states fetched and written back
 
 
 class OpKind(Enum):
     CAST_GRAD = "cast_grad"  # grads in the buffer's dtype -> FP32 in a device slot
-    GRAD_TO_HOST = "grad_to_host"  # FP32 grads -> host slot
-    UPDATE_ON_HOST = "update_on_host"  # fused update of the states; model-dtype params -> host slot
+    GRAD_TO_HOST = "grad_to_host"  # grads -> host slot
+    UPDATE_ON_HOST = "update_on_host"  # fused update of the host states; model-dtype params -> host slot
     PARAM_TO_DEVICE = "param_to_device"  # host slot -> param buffer
+    STATES_TO_DEVICE = "states_to_device"  # master, exp_avg, exp_avg_sq -> device slot
+    UPDATE_ON_DEVICE = "update_on_device"  # fused update in the slot; grad read and param written in place
+    STATES_TO_HOST = "states_to_host"  # device slot -> host states
+    RELEASE_BUCKET = "release_bucket"  # every param of the bucket is written: its all-gather may start
 
 
-# What operations read and write: a name and the index of the subgroup or slot that is meant.
+# What operations read and write: a name and the index of the subgroup, slot or bucket that is meant.
 Resource = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class Op:
-    """One operation on one subgroup.
+    """One operation on one subgroup (or on one bucket: RELEASE_BUCKET).
 
-    `slot` is the index of the staging slots that the operation uses. `depends_on` lists the indices of the
+    `slot` is the index of the staging slot that the operation uses. `depends_on` lists the indices of the
     operations that must have ended, beyond those that precede this one on its own stream.
     """
 
@@ -61,14 +95,19 @@ class Op:
 
 @dataclass(frozen=True)
 class Program:
-    """The operations of one step, in a valid sequential order."""
+    """The operations of one step, in a valid sequential order.
+
+    `host_slots` and `device_slots` are the numbers of staging slots of CPU and of device subgroups.
+    """
 
     ops: tuple[Op, ...]
-    slots: int
+    placements: tuple[Placement, ...]
+    host_slots: int
+    device_slots: int
 
     @property
     def casts(self) -> bool:
-        """Whether any operation needs an FP32 staging slot on the device."""
+        """Whether any operation needs an FP32 grad slot on the device."""
         return any(op.kind is OpKind.CAST_GRAD for op in self.ops)
 
 
@@ -79,6 +118,8 @@ class _Builder:
         self.ops: list[Op] = []
         self._last_write: dict[Resource, int] = {}
         self._reads_since: dict[Resource, list[int]] = {}
+        self._before: list[frozenset[int]] = []  # for each operation, all that must have ended before it
+        self._last_on_stream: dict[Stream, int] = {}
 
     def add(
         self, kind: OpKind, stream: Stream, subgroup: int, slot: int, reads: set[Resource], writes: set[Resource]
@@ -87,49 +128,132 @@ class _Builder:
         waits = {self._last_write[r] for r in reads | writes if r in self._last_write}  # read, write after write
         for resource in writes:  # write after read
             waits.update(self._reads_since.get(resource, ()))
-        # What this stream has already run needs no waiting for.
-        waits = {w for w in waits if self.ops[w].stream is not stream}
-        self.ops.append(
-            Op(index, kind, stream, subgroup, slot, frozenset(reads), frozenset(writes), tuple(sorted(waits)))
-        )
+        depends_on = self._needed(waits, stream)
+        self.ops.append(Op(index, kind, stream, subgroup, slot, frozenset(reads), frozenset(writes), depends_on))
+        previous = self._last_on_stream.get(stream)
+        direct = depends_on if previous is None else (*depends_on, previous)
+        self._before.append(frozenset(direct).union(*(self._before[i] for i in direct)))
+        self._last_on_stream[stream] = index
         for resource in writes:
             self._last_write[resource] = index
             self._reads_since[resource] = []
         for resource in reads:
             self._reads_since.setdefault(resource, []).append(index)
 
+    def _needed(self, waits: set[int], stream: Stream) -> tuple[int, ...]:
+        """The waits that neither the stream's order nor another wait implies."""
+        previous = self._last_on_stream.get(stream)
+        implied = frozenset() if previous is None else self._before[previous] | {previous}
+        waits = {wait for wait in waits if wait not in implied}
+        return tuple(sorted(w for w in waits if not any(w in self._before[other] for other in waits if other != w)))
 
-def cpu_update_program(casts: Iterable[bool], slots: int) -> Program:
-    """The program that updates every subgroup on the CPU.
+
+@dataclass(frozen=True)
+class SubgroupShape:
+    """What the schedule has to know of a subgroup: its bucket, its size and whether its grads need a cast."""
+
+    bucket: tuple[int, int]
+    numel: int
+    casts: bool
+
+
+def build_program(
+    subgroups: Sequence[SubgroupShape],
+    placements: Sequence[Placement],
+    host_slots: int = 2,
+    device_slots: int = 3,
+) -> Program:
+    """The program that updates `subgroups[i]` at `placements[i]`, in that order.
 
     Args:
-        casts: for each subgroup, whether its grads have to be converted to FP32 on the device first.
-        slots: number of staging slots of each kind; subgroup i uses slot i mod `slots`.
+        subgroups: shapes in slab order.
+        placements: one for each subgroup.
+        host_slots: staging slots of CPU subgroups (grad and param on the host, FP32 grad on the device).
+        device_slots: staging slots of streamed subgroups; with 3, one is fetched, one updated and one written back.
 
     Raises:
-        ValueError: `slots` is below 1.
+        ValueError: the sequences differ in length, or there is no slot for a placement that needs one.
     """
-    if slots < 1:
-        raise ValueError(f"slots is {slots}; a program needs at least 1 staging slot")
+    if len(subgroups) != len(placements):
+        raise ValueError(f"{len(subgroups)} subgroups but {len(placements)} placements")
+    if host_slots < 1 or device_slots < 1:
+        raise ValueError(f"a program needs at least 1 slot of each kind, got {host_slots} host, {device_slots} device")
     build = _Builder()
-    for subgroup, cast in enumerate(casts):
-        slot = subgroup % slots
-        grad: Resource = ("grad", subgroup)
-        if cast:
-            source: Resource = ("device_grad_slot", slot)
-            build.add(OpKind.CAST_GRAD, Stream.COMPUTE, subgroup, slot, {grad}, {source})
+    last_of_bucket = {shape.bucket: index for index, shape in enumerate(subgroups)}
+    buckets = list(last_of_bucket)
+    used = dict.fromkeys(Placement, 0)
+    for index, (shape, placement) in enumerate(zip(subgroups, placements, strict=True)):
+        if placement is Placement.HOST:
+            _host_update(build, index, used[placement] % host_slots, shape.casts)
         else:
-            source = grad
-        host_grad: Resource = ("host_grad_slot", slot)
-        host_param: Resource = ("host_param_slot", slot)
-        build.add(OpKind.GRAD_TO_HOST, Stream.D2H, subgroup, slot, {source}, {host_grad})
-        build.add(
-            OpKind.UPDATE_ON_HOST,
-            Stream.CPU,
-            subgroup,
-            slot,
-            {host_grad, ("states", subgroup)},
-            {("states", subgroup), host_param},
-        )
-        build.add(OpKind.PARAM_TO_DEVICE, Stream.H2D, subgroup, slot, {host_param}, {("param", subgroup)})
-    return Program(tuple(build.ops), slots)
+            _streamed_update(build, index, used[placement] % device_slots)
+        used[placement] += 1
+        if last_of_bucket[shape.bucket] == index:
+            members = {("param", i) for i, other in enumerate(subgroups[: index + 1]) if other.bucket == shape.bucket}
+            bucket = buckets.index(shape.bucket)
+            build.add(OpKind.RELEASE_BUCKET, Stream.RELEASE, bucket, 0, members, {("bucket", bucket)})
+    return Program(tuple(build.ops), tuple(placements), host_slots, device_slots)
+
+
+def _host_update(build: _Builder, subgroup: int, slot: int, casts: bool) -> None:
+    grad: Resource = ("grad", subgroup)
+    host_grad: Resource = ("host_grad_slot", slot)
+    host_param: Resource = ("host_param_slot", slot)
+    states: Resource = ("states", subgroup)
+    source = grad
+    if casts:
+        source = ("device_grad_slot", slot)
+        build.add(OpKind.CAST_GRAD, Stream.CAST, subgroup, slot, {grad}, {source})
+    build.add(OpKind.GRAD_TO_HOST, Stream.GRAD_D2H, subgroup, slot, {source}, {host_grad})
+    build.add(OpKind.UPDATE_ON_HOST, Stream.CPU, subgroup, slot, {host_grad, states}, {states, host_param})
+    build.add(OpKind.PARAM_TO_DEVICE, Stream.PARAM_H2D, subgroup, slot, {host_param}, {("param", subgroup)})
+
+
+def _streamed_update(build: _Builder, subgroup: int, slot: int) -> None:
+    states: Resource = ("states", subgroup)
+    staged: Resource = ("states_slot", slot)
+    build.add(OpKind.STATES_TO_DEVICE, Stream.STATES_H2D, subgroup, slot, {states}, {staged})
+    build.add(
+        OpKind.UPDATE_ON_DEVICE,
+        Stream.COMPUTE,
+        subgroup,
+        slot,
+        {("grad", subgroup), staged},
+        {staged, ("param", subgroup)},
+    )
+    build.add(OpKind.STATES_TO_HOST, Stream.STATES_D2H, subgroup, slot, {staged}, {states})
+
+
+def mix(numels: Sequence[int], host_share: Fraction | float) -> tuple[Placement, ...]:
+    """Place subgroups so that `host_share` of the elements is updated on the CPU, spread evenly over the step.
+
+    Each subgroup goes where the share is furthest behind, so after every subgroup the CPU's part of the elements so
+    far differs from its share by at most one subgroup.
+
+    Raises:
+        ValueError: the share is not between 0 and 1.
+    """
+    share = Fraction(host_share)
+    if not 0 <= share <= 1:
+        raise ValueError(f"the CPU's share is {host_share}; it lies between 0 and 1")
+    placements, seen, on_host = [], 0, 0
+    for numel in numels:
+        seen += numel
+        # To the CPU if that leaves its part nearer to the share than leaving it out does.
+        if share > 0 and 2 * (share * seen - on_host) >= numel:
+            placements.append(Placement.HOST)
+            on_host += numel
+        else:
+            placements.append(Placement.STREAMED)
+    return tuple(placements)
+
+
+def every_kth_on_device(count: int, stride: int) -> tuple[Placement, ...]:
+    """The published placement: one subgroup in `stride` on the device, the others on the CPU.
+
+    Raises:
+        ValueError: the stride is below 1.
+    """
+    if stride < 1:
+        raise ValueError(f"the update stride is {stride}; it is at least 1")
+    return tuple(Placement.STREAMED if index % stride == stride - 1 else Placement.HOST for index in range(count))

@@ -1,0 +1,159 @@
+"""Runs programs on CUDA streams and the host threads of the CPU update.
+
+[Note: enqueueing] The calling thread only enqueues: device operations go to their streams with event waits in front,
+CPU operations to the update's worker threads as tickets. A device operation can be enqueued once the CPU operations it
+depends on have ended (a stream cannot wait for the CPU) and the device operations it depends on have been enqueued (it
+waits for their events). A CPU operation can be submitted once the events of the device operations it depends on have
+passed. The thread enqueues whatever can be enqueued, stream by stream, and blocks only when nothing can: on the
+oldest ticket, or, when no ticket is out, on the event the next CPU operation waits for.
+
+[Note: memory of other streams] Staging memory comes from the caching allocator on the caller's stream. Every stream
+first waits for the caller's stream, and the caller's stream waits for all of them at the end, so the memory can be
+given back, and the host slots and states used again, in the order of the caller's stream.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from megatron_dos.schedule import Op, OpKind, Program, Stream
+
+__all__ = ["CudaDevice"]
+
+
+class CudaDevice:
+    """CUDA streams and events, made once and used by every step.
+
+    Args:
+        device: the CUDA device of the parameters.
+
+    A handler enqueues its operation on the current stream; the handler of an operation of `Stream.CPU` returns a
+    ticket with `wait()` and `done()`. RELEASE runs on the caller's stream, where Megatron's collectives are ordered.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # COMPUTE runs beside the caller's stream, so that updates are not held up by releases waiting there.
+        self._streams = {
+            stream: torch.cuda.Stream(device) for stream in Stream if stream not in (Stream.CPU, Stream.RELEASE)
+        }
+        self._spare_events: list[torch.cuda.Event] = []
+
+    def run(self, program: Program, handlers: Mapping[OpKind, Callable[[Op], Any]]) -> None:
+        """Enqueue `program` and wait for its CPU operations; its device operations may still be running.
+
+        What the caller enqueues on its stream afterwards is ordered after the whole program.
+        """
+        caller = torch.cuda.current_stream(self._device)
+        for stream in self._streams.values():
+            stream.wait_stream(caller)
+        run = _Run(program, handlers, {**self._streams, Stream.RELEASE: caller}, self._take_event)
+        try:
+            run.to_the_end()
+        finally:
+            # Also after an error: what is in flight must end before its memory is used again.
+            run.wait_for_tickets()
+            for stream in self._streams.values():
+                caller.wait_stream(stream)
+            self._spare_events += run.events.values()
+
+    def _take_event(self) -> torch.cuda.Event:
+        return self._spare_events.pop() if self._spare_events else torch.cuda.Event()
+
+
+class _Run:
+    """One pass over a program. See [Note: enqueueing]."""
+
+    def __init__(
+        self,
+        program: Program,
+        handlers: Mapping[OpKind, Callable[[Op], Any]],
+        streams: Mapping[Stream, torch.cuda.Stream],
+        take_event: Callable[[], torch.cuda.Event],
+    ) -> None:
+        self._ops = program.ops
+        self._handlers = handlers
+        self._streams = streams
+        self._take_event = take_event
+        self._waited_for = {dependency for op in program.ops for dependency in op.depends_on}
+        self._queues: dict[Stream, deque[Op]] = {}
+        for op in program.ops:
+            self._queues.setdefault(op.stream, deque()).append(op)
+        self._tickets: dict[int, Any] = {}  # CPU operations that were submitted and are not known to have ended
+        self._ended: set[int] = set()  # CPU operations that have ended
+        self.events: dict[int, torch.cuda.Event] = {}  # of the device operations that were enqueued
+        self._enqueued: set[int] = set()
+
+    def to_the_end(self) -> None:
+        while any(self._queues.values()):
+            if not self._enqueue_all_that_can():
+                self._block()
+
+    def wait_for_tickets(self) -> None:
+        for index, ticket in list(self._tickets.items()):
+            del self._tickets[index]
+            ticket.wait()
+            self._ended.add(index)
+
+    def _enqueue_all_that_can(self) -> bool:
+        progress = False
+        for stream, queue in self._queues.items():
+            while queue and self._ready(queue[0]):
+                self._enqueue(queue.popleft(), stream)
+                progress = True
+        return progress
+
+    def _is_cpu(self, index: int) -> bool:
+        return self._ops[index].stream is Stream.CPU
+
+    def _ready(self, op: Op) -> bool:
+        for dependency in op.depends_on:
+            if self._is_cpu(dependency):
+                if op.stream is not Stream.CPU and not self._cpu_ended(dependency):
+                    return False
+            elif dependency not in self._enqueued:
+                return False
+            elif op.stream is Stream.CPU and not self.events[dependency].query():
+                return False
+        return True
+
+    def _cpu_ended(self, index: int) -> bool:
+        if index in self._tickets and self._tickets[index].done():
+            self._tickets.pop(index).wait()  # raises what the update raised
+            self._ended.add(index)
+        return index in self._ended
+
+    def _enqueue(self, op: Op, stream: Stream) -> None:
+        if stream is Stream.CPU:
+            self._tickets[op.index] = self._handlers[op.kind](op)
+            return
+        cuda_stream = self._streams[stream]
+        for dependency in op.depends_on:
+            if not self._is_cpu(dependency):
+                cuda_stream.wait_event(self.events[dependency])
+        with torch.cuda.stream(cuda_stream):
+            self._handlers[op.kind](op)
+        self._enqueued.add(op.index)
+        if op.index in self._waited_for:
+            event = self._take_event()
+            event.record(cuda_stream)
+            self.events[op.index] = event
+
+    def _block(self) -> None:
+        """Nothing can be enqueued: wait for what frees the CPU's results, or lets the CPU start."""
+        if self._tickets:
+            index = next(iter(self._tickets))
+            self._tickets.pop(index).wait()
+            self._ended.add(index)
+            return
+        queue = self._queues.get(Stream.CPU)
+        waits = [d for d in queue[0].depends_on if not self._is_cpu(d) and d in self.events] if queue else []
+        if not waits:
+            stuck = [queue[0] for queue in self._queues.values() if queue]
+            raise RuntimeError(f"no operation of the program can start; next on each stream: {stuck}")
+        for dependency in waits:
+            self.events[dependency].synchronize()
