@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = [
+    "REFUSALS",
     "DosOptions",
     "UnsupportedOptionError",
     "add_arguments",

@@ -7,6 +7,7 @@ line on stderr and exit status 2, without a traceback.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -88,10 +89,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return the exit status."""
     try:
         options = _parser().parse_args(argv)
-        return options.run(options)
+        status = options.run(options)
+        sys.stdout.flush()
+        return status
     except _USER_ERRORS as error:
         print(f"megatron-dos: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # Whoever read our output has enough. The work is done; Python must not fail in flushing the rest at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 if __name__ == "__main__":

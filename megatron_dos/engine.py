@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_dos.device import HostDevice
-from megatron_dos.kernels import AdamScalars
+from megatron_dos.kernels import AdamScalars, slab
 from megatron_dos.kernels import cpu as cpu_kernel
 from megatron_dos.partition import Partition, Subgroup
 from megatron_dos.schedule import Op, OpKind, Program, cpu_update_program
@@ -81,12 +81,9 @@ class UpdateEngine:
         self._slot_count = _slot_count(partition)
         require_host_memory(host_bytes(partition))
         self.states = HostStates(partition.numel)
-        self._host_grads = [self._slot(torch.float32) for _ in range(self._slot_count)]
+        self._host_grads = [slab.zeros(partition.largest) for _ in range(self._slot_count)]
         # Params of every dtype share one slot: the bytes are viewed as the dtype of the shard at hand.
-        self._host_params = [self._slot(torch.float32).view(torch.uint8) for _ in range(self._slot_count)]
-
-    def _slot(self, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(self.partition.largest, dtype=dtype, device="cpu")
+        self._host_params = [slab.zeros(4 * partition.largest, torch.uint8) for _ in range(self._slot_count)]
 
     def owner_states(self, owner: int) -> dict[str, torch.Tensor]:
         """The states of one parameter shard: flat FP32 host views `master`, `exp_avg`, `exp_avg_sq`."""
@@ -164,19 +161,23 @@ class _Step:
         """Fused update of the states; the new params, in their model dtype, go to the host slot."""
         subgroup = self._subgroup(op)
         states = self._engine.states
+        host_grad = self._engine._host_grads[op.slot]
+        pieces = []
         for piece in subgroup.pieces:
             at = piece.slab - subgroup.start
             span = slice(piece.slab, piece.slab + piece.numel)
-            cpu_kernel.adamw(
-                states.master[span],
-                states.exp_avg[span],
-                states.exp_avg_sq[span],
-                self._engine._host_grads[op.slot][at : at + piece.numel],
-                self._inputs.scalars[piece.owner],
-                grad_scale=self._inputs.grad_scales.get(piece.owner, 1.0),
-                out=self._staged_param(op.slot, piece.owner, at, piece.numel),
-                threads=self._engine._threads,
+            pieces.append(
+                (
+                    states.master[span],
+                    states.exp_avg[span],
+                    states.exp_avg_sq[span],
+                    host_grad[at : at + piece.numel],
+                    self._inputs.scalars[piece.owner],
+                    self._inputs.grad_scales.get(piece.owner, 1.0),
+                    self._staged_param(op.slot, piece.owner, at, piece.numel),
+                )
             )
+        cpu_kernel.adamw_pieces(pieces, self._engine._threads)
 
     def param_to_device(self, op: Op) -> None:
         """Host slot -> the parameter buffer, in place."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import numpy as np
 import psutil
-import torch
+
+from megatron_dos.kernels import slab
 
 __all__ = ["BYTES_PER_PARAMETER", "HostMemoryError", "HostStates", "require_host_memory"]
 
@@ -25,19 +25,15 @@ class HostMemoryError(MemoryError):
 class HostStates:
     """Flat FP32 host arrays of `numel` elements each: `master`, `exp_avg`, `exp_avg_sq`.
 
-    All start as zeros, mapped lazily: a page takes memory when it is first written.
+    All start as zeros. Without a GPU their pages take memory when they are first written; with one they are
+    page-locked at once.
     """
 
     def __init__(self, numel: int) -> None:
         self.numel = numel
-        self.master = _zeros(numel)
-        self.exp_avg = _zeros(numel)
-        self.exp_avg_sq = _zeros(numel)
-
-
-def _zeros(numel: int) -> torch.Tensor:
-    # numpy leaves fresh pages to the kernel; torch.zeros writes every one of them.
-    return torch.from_numpy(np.zeros(numel, dtype=np.float32))
+        self.master = slab.zeros(numel)
+        self.exp_avg = slab.zeros(numel)
+        self.exp_avg_sq = slab.zeros(numel)
 
 
 def available_host_memory() -> int:
