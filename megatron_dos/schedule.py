@@ -77,7 +77,7 @@ Resource = tuple[str, int]
 
 @dataclass(frozen=True)
 class Op:
-    """One operation on one subgroup (or on one bucket: RELEASE_BUCKET).
+    """One operation on one subgroup; RELEASE_BUCKET: on one bucket, `subgroup` counting buckets in program order.
 
     `slot` is the index of the staging slot that the operation uses. `depends_on` lists the indices of the
     operations that must have ended, beyond those that precede this one on its own stream.

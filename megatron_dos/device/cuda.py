@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from megatron_dos.schedule import Op, OpKind, Program, Stream
+from megatron_dos.schedule import Op, OpKind, Program, Resource, Stream
 
 __all__ = ["CudaDevice"]
 
@@ -43,7 +43,12 @@ class CudaDevice:
         }
         self._spare_events: list[torch.cuda.Event] = []
 
-    def run(self, program: Program, handlers: Mapping[OpKind, Callable[[Op], Any]]) -> None:
+    def run(
+        self,
+        program: Program,
+        handlers: Mapping[OpKind, Callable[[Op], Any]],
+        memory: Callable[[Resource], list[torch.Tensor]],
+    ) -> None:
         """Enqueue `program` and wait for its CPU operations; its device operations may still be running.
 
         What the caller enqueues on its stream afterwards is ordered after the whole program.

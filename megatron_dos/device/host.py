@@ -1,23 +1,37 @@
 """The inline device: runs a program's operations one after the other on the calling thread.
 
-It needs no GPU. Where the operations touch one, each of them is issued on the current stream and the copies to
-the host block, so the result is the same and nothing overlaps.
+It needs no GPU. Where the operations touch one, they are issued on the current stream and each is waited for before
+the next, so the result is the same and nothing overlaps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
-from megatron_dos.schedule import Op, OpKind, Program
+import torch
+
+from megatron_dos.schedule import Op, OpKind, Program, Resource
 
 __all__ = ["HostDevice"]
 
 
 class HostDevice:
-    """Runs operations in program order."""
+    """Runs operations in program order, each to its end."""
 
-    def run(self, program: Program, handlers: Mapping[OpKind, Callable[[Op], None]]) -> None:
-        """Run `program`, calling `handlers[op.kind](op)` for each operation.
+    def run(
+        self,
+        program: Program,
+        handlers: Mapping[OpKind, Callable[[Op], Any]],
+        memory: Callable[[Resource], list[torch.Tensor]],
+    ) -> None:
+        """Run `program`.
+
+        Args:
+            program: what to run.
+            handlers: called as `handlers[op.kind](op)`; one that returns a ticket (anything with `wait()`) has
+                started work that ends with that.
+            memory: resource -> the staging memory behind it. Not used here.
 
         Raises:
             RuntimeError: an operation depends on one that comes after it: the program is not in a valid order.
@@ -25,4 +39,8 @@ class HostDevice:
         for op in program.ops:
             if any(dependency >= op.index for dependency in op.depends_on):
                 raise RuntimeError(f"{op.kind.value} of subgroup {op.subgroup} depends on a later operation: {op}")
-            handlers[op.kind](op)
+            ticket = handlers[op.kind](op)
+            if ticket is not None:
+                ticket.wait()
+            elif torch.cuda.is_available() and torch.cuda.is_initialized():
+                torch.cuda.current_stream().synchronize()
