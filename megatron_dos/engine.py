@@ -38,25 +38,29 @@ class EngineOptions:
         host_share: part of the elements that is updated on the CPU, 0 to 1; the rest is streamed through the device.
         grads_as_fp32: send grads to the CPU as FP32, cast on the device; otherwise in their own dtype, cast by the
             CPU update. The bits of the result are the same.
+        host_slots: staging slots of CPU subgroups; fewer where there are fewer subgroups.
+        device_slots: staging slots of streamed subgroups, taken during the step.
     """
 
     threads: int
     host_share: Fraction | float = 1
     grads_as_fp32: bool = True
+    host_slots: int = HOST_SLOTS
+    device_slots: int = DEVICE_SLOTS
 
 
-def _host_slots(partition: Partition) -> int:
-    return max(min(HOST_SLOTS, len(partition.subgroups)), 1)
+def _host_slots(partition: Partition, slots: int) -> int:
+    return max(min(slots, len(partition.subgroups)), 1)
 
 
-def staging_bytes(partition: Partition) -> int:
+def staging_bytes(partition: Partition, host_slots: int = HOST_SLOTS) -> int:
     """Host memory of the staging slots: a grad and a param of at most 4 bytes each for each element of a slot."""
-    return _host_slots(partition) * partition.largest * 8
+    return _host_slots(partition, host_slots) * partition.largest * 8
 
 
-def host_bytes(partition: Partition) -> int:
+def host_bytes(partition: Partition, host_slots: int = HOST_SLOTS) -> int:
     """All host memory that an engine for `partition` takes: states and staging."""
-    return partition.numel * BYTES_PER_PARAMETER + staging_bytes(partition)
+    return partition.numel * BYTES_PER_PARAMETER + staging_bytes(partition, host_slots)
 
 
 class UpdateEngine:
@@ -87,10 +91,10 @@ class UpdateEngine:
         self.buckets = list(dict.fromkeys(subgroup.bucket for subgroup in partition.subgroups))
         self.device_kernel = device_kernel
         self._device = device or HostDevice()
-        require_host_memory(host_bytes(partition))
+        require_host_memory(host_bytes(partition, options.host_slots))
         self.states = HostStates(partition.numel)
         # An element has 4 bytes of a slot, whatever its dtype, so that pieces of different dtypes cannot overlap.
-        slots = range(_host_slots(partition))
+        slots = range(_host_slots(partition, options.host_slots))
         self.host_grads = [slab.zeros(4 * partition.largest, torch.uint8) for _ in slots]
         self.host_params = [slab.zeros(4 * partition.largest, torch.uint8) for _ in slots]
 
@@ -120,6 +124,6 @@ class UpdateEngine:
                 for subgroup in subgroups
             ],
             mix([subgroup.numel for subgroup in subgroups], self.options.host_share),
-            host_slots=_host_slots(self.partition),
-            device_slots=DEVICE_SLOTS,
+            host_slots=len(self.host_grads),
+            device_slots=self.options.device_slots,
         )
