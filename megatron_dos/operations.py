@@ -51,6 +51,8 @@ class StepOperations:
     """
 
     def __init__(self, engine: UpdateEngine, inputs: StepInputs, program: Program) -> None:
+        if Placement.RESIDENT in program.placements:
+            raise NotImplementedError("states that stay on the device: such a program is for the virtual clock only")
         self._engine = engine
         self._inputs = inputs
         subgroups = engine.partition.subgroups
