@@ -10,6 +10,8 @@ A subgroup is updated in one of two places, mixed as evenly as the shares allow:
     on the CPU      cast_grad (cast) -> grad_to_host (d2h) -> update_on_host (cpu) -> param_to_device (h2d)
     on the device   states_to_device (h2d) -> update_on_device (compute) -> states_to_host (d2h)
 
+or, in the programs of other systems, with its states on the device throughout: update_on_device alone.
+
 [Note: streams] Each copy direction has two streams, one for states and one for the grads and params of CPU
 subgroups. A stream runs its operations in order: if the params of a CPU subgroup waited for the CPU on the stream
 that also fetches states, the fetches behind them would wait for the CPU too.
@@ -21,8 +23,8 @@ the reads and writes alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from fractions import Fraction
 
@@ -35,8 +37,12 @@ __all__ = [
     "Stream",
     "SubgroupShape",
     "build_program",
+    "cpu_only",
+    "device_only",
     "every_kth_on_device",
+    "every_kth_with_serial_copies",
     "mix",
+    "static_split",
 ]
 
 
@@ -58,6 +64,7 @@ class Placement(Enum):
 
     HOST = "host"  # by the CPU, in place
     STREAMED = "streamed"  # on the device, states fetched and written back
+    RESIDENT = "resident"  # on the device, where the states stay
 
 
 class OpKind(Enum):
@@ -109,6 +116,22 @@ class Program:
     def casts(self) -> bool:
         """Whether any operation needs an FP32 grad slot on the device."""
         return any(op.kind is OpKind.CAST_GRAD for op in self.ops)
+
+    def predecessors(self) -> list[frozenset[int]]:
+        """For each operation, those that must end before it starts: its dependencies and its predecessor on its stream.
+
+        Raises:
+            ValueError: an operation depends on a later one.
+        """
+        result: list[frozenset[int]] = []
+        last_on_stream: dict[Stream, int] = {}
+        for op in self.ops:
+            if any(dependency >= op.index for dependency in op.depends_on):
+                raise ValueError(f"{op.kind.value} of subgroup {op.subgroup} depends on a later operation: {op}")
+            previous = {last_on_stream[op.stream]} if op.stream in last_on_stream else set()
+            result.append(frozenset(op.depends_on) | previous)
+            last_on_stream[op.stream] = op.index
+        return result
 
 
 class _Builder:
@@ -185,8 +208,10 @@ def build_program(
     for index, (shape, placement) in enumerate(zip(subgroups, placements, strict=True)):
         if placement is Placement.HOST:
             _host_update(build, index, used[placement] % host_slots, shape.casts)
-        else:
+        elif placement is Placement.STREAMED:
             _streamed_update(build, index, used[placement] % device_slots)
+        else:
+            _resident_update(build, index)
         used[placement] += 1
         if last_of_bucket[shape.bucket] == index:
             members = {("param", i) for i, other in enumerate(subgroups[: index + 1]) if other.bucket == shape.bucket}
@@ -224,6 +249,12 @@ def _streamed_update(build: _Builder, subgroup: int, slot: int) -> None:
     build.add(OpKind.STATES_TO_HOST, Stream.STATES_D2H, subgroup, slot, {staged}, {states})
 
 
+def _resident_update(build: _Builder, subgroup: int) -> None:
+    states: Resource = ("states", subgroup)
+    reads, writes = {("grad", subgroup), states}, {states, ("param", subgroup)}
+    build.add(OpKind.UPDATE_ON_DEVICE, Stream.COMPUTE, subgroup, 0, reads, writes)
+
+
 def mix(numels: Sequence[int], host_share: Fraction | float) -> tuple[Placement, ...]:
     """Place subgroups so that `host_share` of the elements is updated on the CPU, spread evenly over the step.
 
@@ -233,9 +264,7 @@ def mix(numels: Sequence[int], host_share: Fraction | float) -> tuple[Placement,
     Raises:
         ValueError: the share is not between 0 and 1.
     """
-    share = Fraction(host_share)
-    if not 0 <= share <= 1:
-        raise ValueError(f"the CPU's share is {host_share}; it lies between 0 and 1")
+    share = _share("CPU", host_share)
     placements, seen, on_host = [], 0, 0
     for numel in numels:
         seen += numel
@@ -248,6 +277,13 @@ def mix(numels: Sequence[int], host_share: Fraction | float) -> tuple[Placement,
     return tuple(placements)
 
 
+def _share(whose: str, given: Fraction | float) -> Fraction:
+    share = Fraction(given)
+    if not 0 <= share <= 1:
+        raise ValueError(f"the {whose}'s share is {given}; it lies between 0 and 1")
+    return share
+
+
 def every_kth_on_device(count: int, stride: int) -> tuple[Placement, ...]:
     """The published placement: one subgroup in `stride` on the device, the others on the CPU.
 
@@ -257,3 +293,64 @@ def every_kth_on_device(count: int, stride: int) -> tuple[Placement, ...]:
     if stride < 1:
         raise ValueError(f"the update stride is {stride}; it is at least 1")
     return tuple(Placement.STREAMED if index % stride == stride - 1 else Placement.HOST for index in range(count))
+
+
+# --- the programs of other systems, for comparison on the virtual clock
+
+
+def cpu_only(subgroups: Sequence[SubgroupShape], host_slots: int = 2) -> Program:
+    """Everything on the CPU, grads and params copied meanwhile: full offload with asynchronous copies."""
+    return build_program(subgroups, [Placement.HOST] * len(subgroups), host_slots=host_slots)
+
+
+def device_only(subgroups: Sequence[SubgroupShape], device_slots: int = 3) -> Program:
+    """Everything streamed through the device."""
+    return build_program(subgroups, [Placement.STREAMED] * len(subgroups), device_slots=device_slots)
+
+
+def static_split(subgroups: Sequence[SubgroupShape], device_share: Fraction | float, host_slots: int = 2) -> Program:
+    """The first subgroups, `device_share` of the elements, stay on the device; the CPU updates the rest after them.
+
+    Grads are sent meanwhile; no update on the CPU overlaps with one on the device.
+
+    Raises:
+        ValueError: the share is not between 0 and 1.
+    """
+    share = _share("device", device_share)
+    wanted, placed, placements = share * sum(shape.numel for shape in subgroups), 0, []
+    for shape in subgroups:
+        resident = share > 0 and 2 * (wanted - placed) >= shape.numel
+        placements.append(Placement.RESIDENT if resident else Placement.HOST)
+        placed += shape.numel
+
+    def take_turns(op: Op) -> Op:
+        turn: Resource = ("turn", 0)
+        if op.kind is OpKind.UPDATE_ON_DEVICE:
+            return replace(op, writes=op.writes | {turn})
+        return replace(op, reads=op.reads | {turn}) if op.kind is OpKind.UPDATE_ON_HOST else op
+
+    return _rebuilt(build_program(subgroups, placements, host_slots=host_slots), take_turns)
+
+
+def every_kth_with_serial_copies(
+    subgroups: Sequence[SubgroupShape], stride: int, host_slots: int = 2, device_slots: int = 3
+) -> Program:
+    """The published interleaving: one subgroup in `stride` on the device, states fetched and written back by turns.
+
+    Raises:
+        ValueError: the stride is below 1.
+    """
+    placements = every_kth_on_device(len(subgroups), stride)
+
+    def one_stream(op: Op) -> Op:
+        return replace(op, stream=Stream.STATES_H2D) if op.stream is Stream.STATES_D2H else op
+
+    return _rebuilt(build_program(subgroups, placements, host_slots, device_slots), one_stream)
+
+
+def _rebuilt(program: Program, change: Callable[[Op], Op]) -> Program:
+    """The program with every operation changed, and with the dependencies that follow from that."""
+    build = _Builder()
+    for op in map(change, program.ops):
+        build.add(op.kind, op.stream, op.subgroup, op.slot, set(op.reads), set(op.writes))
+    return replace(program, ops=tuple(build.ops))
