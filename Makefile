@@ -10,7 +10,7 @@ VENV := $(CURDIR)/.venv
 RUN := PATH="$(VENV)/bin:$$PATH" $(VENV)/bin/python
 TESTS ?=
 
-.PHONY: help setup demo test lint readme bench-adam clean distclean
+.PHONY: help setup demo test race-check lint readme bench-adam clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -23,6 +23,9 @@ demo: setup ## train a small GPT on real text with the stock optimizer and with 
 
 test: setup ## run all tests
 	@$(RUN) -m pytest $(TESTS)
+
+race-check: setup ## run the update in tens of thousands of random orders and without each of its dependencies
+	@$(RUN) scripts/race_check.py
 
 lint: setup ## check the Python code with ruff
 	@$(RUN) -m ruff check .

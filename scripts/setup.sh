@@ -15,7 +15,7 @@ VENV=.venv
 PYTHON_VERSION=3.12
 REQUIREMENTS=(
     "torch>=2.4" "megatron-core==0.19.2" "numpy" "psutil" "pybind11>=2.12" "setuptools>=70" "wheel"
-    "pytest" "hypothesis" "ruff" "matplotlib"
+    "pytest" "hypothesis" "ruff" "matplotlib" "tqdm"
 )
 
 say() { printf '== %s\n' "$*"; }
@@ -120,7 +120,7 @@ install_requirements() {
     say "installing ${REQUIREMENTS[*]} (torch is large: this takes minutes)"
     "$VENV/bin/python" -m pip install "${REQUIREMENTS[@]}" || die "pip could not install the requirements (its error is above)"
     # pip takes a package whose files were cut short by a crash for installed.
-    "$VENV/bin/python" -c 'import torch, megatron, numpy, psutil, pybind11, setuptools, pytest, hypothesis, matplotlib' ||
+    "$VENV/bin/python" -c 'import torch, megatron, numpy, psutil, pybind11, setuptools, pytest, hypothesis, matplotlib, tqdm' ||
         die "an installed package does not load (its error is above); remove $VENV and run this again"
     stamp requirements "${REQUIREMENTS[*]}"
 }
