@@ -1,0 +1,117 @@
+"""Which kernel updates subgroups on the device: the choice behind --dos-gpu-kernel."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Protocol
+
+import torch
+
+from megatron_dos.kernels import AdamScalars, cpu, elementwise_adam, library_adam, operands
+
+__all__ = ["NAMES", "DeviceKernel", "select"]
+
+NAMES = ("auto", "triton", *library_adam.LIBRARIES)
+"""What --dos-gpu-kernel may be."""
+
+_logger = logging.getLogger(__name__)
+
+
+class DeviceKernel(Protocol):
+    """One AdamW step in place on 1-D contiguous tensors of one device, enqueued on the current stream.
+
+    param, exp_avg and exp_avg_sq are float32; grad (only read) and out (the new params, rounded to nearest even; may be
+    None) float32, bfloat16 or float16. The FP32 grad is multiplied by unscale, then by grad_scale.
+    """
+
+    def __call__(
+        self,
+        param: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        grad: torch.Tensor,
+        scalars: AdamScalars,
+        unscale: float = 1.0,
+        grad_scale: float = 1.0,
+        out: torch.Tensor | None = None,
+    ) -> None: ...
+
+
+def select(name: str, device: torch.device, threads: int = 0) -> DeviceKernel:
+    """The kernel for a device.
+
+    Args:
+        name: one of NAMES. `auto` is Triton's kernel where Triton works, else torch operations; both give the same
+            bits. The libraries give their own.
+        device: where the tensors will be. On host memory, as under emulation, the C++ kernel stands in for `auto` and
+            `triton`, with the same bits.
+        threads: of the C++ kernel; 0 means this rank's share of the allowed CPUs.
+
+    Raises:
+        ValueError: unknown name, or a library that has no kernel for host memory.
+        RuntimeError: the library is not installed. Both name --dos-gpu-kernel and the way out.
+    """
+    if name not in NAMES:
+        raise ValueError(f"--dos-gpu-kernel {name}: must be one of {', '.join(NAMES)}")
+    on_host = device.type == "cpu"
+    if on_host and name in ("te", "apex"):
+        raise ValueError(
+            f"--dos-gpu-kernel {name}: {library_adam.LIBRARIES[name]} needs a CUDA GPU, but the parameters are in host "
+            "memory. Leave --dos-gpu-kernel at auto."
+        )
+    if name in library_adam.LIBRARIES:
+        return library_adam.load(name)
+    if on_host:
+        return functools.partial(_on_host, threads)
+    return _triton() if name == "triton" else _triton_or_elementwise(device)
+
+
+def _triton() -> DeviceKernel:
+    try:
+        from megatron_dos.kernels import triton_adam
+    except ImportError as error:
+        raise RuntimeError(
+            f"--dos-gpu-kernel triton: Triton cannot be loaded here ({error}). Install triton, or leave "
+            "--dos-gpu-kernel at auto, which does without."
+        ) from error
+    return triton_adam.adamw
+
+
+def _triton_or_elementwise(device: torch.device) -> DeviceKernel:
+    """Triton's kernel if one small update works: Triton needs a C compiler and a driver it knows, at run time."""
+    try:
+        kernel = _triton()
+        if torch.cuda.is_available():
+            _try(kernel, device)
+    except Exception as error:
+        _logger.warning(
+            "Triton does not work here, so the update on the GPU is made of torch operations, slower with the same "
+            "result: %s",
+            error,
+        )
+        return elementwise_adam.adamw
+    return kernel
+
+
+def _try(kernel: DeviceKernel, device: torch.device) -> None:
+    states = torch.zeros((3, 1), dtype=torch.float32, device=device)
+    half = torch.zeros((2, 1), dtype=torch.bfloat16, device=device)
+    scalars = AdamScalars.at_step(1, lr=0.0, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, decoupled=True)
+    kernel(*states, half[0], scalars, out=half[1])
+
+
+def _on_host(
+    threads: int,
+    param: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    scalars: AdamScalars,
+    unscale: float = 1.0,
+    grad_scale: float = 1.0,
+    out: torch.Tensor | None = None,
+) -> None:
+    """The C++ kernel, which takes one factor; the other goes into a copy of the grad."""
+    grad = operands.scaled_grad(grad, operands.factor("unscale", unscale), 1.0) if unscale != 1.0 else grad
+    cpu.adamw(param, exp_avg, exp_avg_sq, grad, scalars, grad_scale, out, threads)
