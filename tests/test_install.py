@@ -91,7 +91,7 @@ found = dict(
     before=before,
     now=is_patched(OptimizerConfig),
     same_class=optimizer.OptimizerConfig is OptimizerConfig,
-    fields=[field.name for field in dataclasses.fields(OptimizerConfig)][-3:],
+    fields=[field.name for field in dataclasses.fields(OptimizerConfig)][-4:],
     positional=OptimizerConfig(0.5).lr,
     value=config.dos_subgroup_size,
     defaults=[OptimizerConfig().use_deep_optimizer_states, OptimizerConfig().dos_subgroup_size],
@@ -272,7 +272,12 @@ class TestCore:
         assert found["before"] is False
         assert found["now"] is True
         assert found["same_class"]
-        assert found["fields"] == ["use_deep_optimizer_states", "dos_subgroup_size", "dos_cpu_threads"]
+        assert found["fields"] == [
+            "use_deep_optimizer_states",
+            "dos_subgroup_size",
+            "dos_cpu_threads",
+            "log_params_norm",
+        ]
         assert found["value"] == 5
         assert found["defaults"] == [False, 0]
 
