@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import json
 import os
+import random
 import signal
 import socket
 import sys
@@ -51,9 +52,12 @@ def import_megatron() -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that nobody has, from below the range in which the kernel gives ports to outgoing connections."""
+    while True:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def start_rank(case: dict[str, Any], rank: int, port: int) -> int:

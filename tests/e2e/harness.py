@@ -35,13 +35,15 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 START_LIMIT_S = 180
 CASE_LIMIT_S = 120
+PLANNED_ITERATIONS = 200
+"""--train-iters of every case, which then exits earlier: schedules and data do not depend on where a case stops."""
 
 # A GPT of two layers. The padded vocabulary is the same at every tensor-parallel size: Megatron leaves padding rows
-# uninitialised. The learning rate changes at every step and does not depend on the number of iterations.
+# uninitialised. The learning rate changes at every step.
 TINY = shlex.split(
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
     "--attention-dropout 0 --hidden-dropout 0 --micro-batch-size 2 "
-    "--lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-decay-iters 200 --lr-warmup-iters 2 "
+    "--lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2 "
     "--weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95 "
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 511 --split 100,0,0 --num-workers 0 "
     "--eval-iters 0 --eval-interval 1000 --log-interval 1 --distributed-timeout-minutes 1 "
@@ -237,7 +239,10 @@ class Megatron:
         """
         if optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer={optimizer!r}: must be one of {', '.join(OPTIMIZERS)}")
-        full = [*arguments, "--seed", str(seed), "--train-iters", str(max(iterations, 1))]
+        if not 0 <= iterations <= PLANNED_ITERATIONS:
+            raise ValueError(f"iterations={iterations}: must be 0 to {PLANNED_ITERATIONS}")
+        full = [*arguments, "--seed", str(seed), "--train-iters", str(PLANNED_ITERATIONS)]
+        full += ["--exit-interval", str(iterations)] if iterations else []
         full += ["--use-deep-optimizer-states"] if optimizer == "dos" else []
         full += ["--load", str(load)] if load else []
         full += ["--save", str(save), "--save-interval", str(max(iterations, 1))] if save else []

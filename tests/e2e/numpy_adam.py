@@ -29,6 +29,9 @@ class NumpyAdamW(torch.optim.AdamW):
         super().__init__(params, **defaults)
         self.adam_w_mode = adam_w_mode
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.optim.Optimizer.__setstate__(self, state)  # torch's AdamW would look for a step of each param
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         assert closure is None, "Megatron computes the grads before the step"

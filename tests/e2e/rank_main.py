@@ -52,6 +52,11 @@ def _choose_optimizer(name: str) -> None:
 
 def _train(case: dict[str, Any]) -> dict[str, Any]:
     _choose_optimizer(case["optimizer"])
+    if "--save" in case["arguments"]:
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+        # Megatron's queue lives in a process that it spawns, which takes seconds to import torch: fork it instead.
+        filesystem_async.get_write_results_queue("fork")
     recorder = Recorder(case)
     recorder.attach()
     sys.argv = ["pretrain_gpt.py", *case["arguments"]]
