@@ -61,6 +61,10 @@ class DosOptions:
     """Threads with which this rank updates its subgroups on the CPU. 0 takes this rank's share of the cores
     that it may use."""
 
+    log_params_norm: bool = field(default=False, metadata={"of_megatron": True})
+    """Megatron's --log-params-norm, which its optimizer has to know of here: the norm is that of the FP32 master
+    parameters, and these are not on the GPU."""
+
     def __post_init__(self) -> None:
         for option in dataclasses.fields(self):
             _check_value(option, getattr(self, option.name))
@@ -98,6 +102,11 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def own_options() -> list[dataclasses.Field]:
+    """The fields that are flags of this package; the others hold flags that Megatron has already."""
+    return [option for option in dataclasses.fields(DosOptions) if not option.metadata.get("of_megatron")]
+
+
 @functools.cache
 def field_docs() -> dict[str, str]:
     """The docstring under each field of DosOptions, on one line, by field name."""
@@ -122,7 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the argument group 'deep optimizer states' to `parser` and return it."""
     group = parser.add_argument_group(title="deep optimizer states")
     kinds, docs = DosOptions.types(), field_docs()
-    for option in dataclasses.fields(DosOptions):
+    for option in own_options():
         settings: dict[str, Any] = {"default": option.default, "help": docs[option.name].replace("%", "%%")}
         if kinds[option.name] is bool:
             settings["action"] = "store_true"
@@ -323,6 +332,13 @@ REFUSALS: tuple[_Refusal, ...] = (
         reason="it rescales the main parameters on the GPU after the step, which do not exist here",
         way_out=_DROP,
     ),
+    _Refusal(
+        flag="--async-save",
+        fields=("async_save",),
+        refused=bool,
+        reason="the checkpoint would be written from host states that the next step already changes",
+        way_out=_DROP,
+    ),
     # Last, because Megatron turns the distributed optimizer off for some of the above, which are then the cause.
     _Refusal(
         verb="needs",
@@ -356,7 +372,7 @@ def _validate(options: DosOptions, sources: Sequence[Any], are_configs: bool) ->
     if not options.use_deep_optimizer_states:
         given = [
             f"{_flag(f.name)} {getattr(options, f.name)}"
-            for f in dataclasses.fields(options)
+            for f in own_options()
             if getattr(options, f.name) != f.default
         ]
         if given:

@@ -161,6 +161,11 @@ _CROSSING = {
     torch.index_put,
     torch.index_put_,
     torch.Tensor.is_set_to,
+    torch.Tensor.view_as,  # these ask the other tensor for its shape only
+    torch.Tensor.expand_as,
+    torch.Tensor.reshape_as,
+    torch.Tensor.is_same_size,
+    torch.broadcast_tensors,
     torch.Tensor.__deepcopy__,
 }
 

@@ -198,7 +198,8 @@ def _extend_config(config_class: type) -> None:
         _hooks.undo.append(functools.partial(_restore, cls, dict(vars(cls)), dict(inspect.get_annotations(cls))))
     config_class.__annotations__ = inspect.get_annotations(config_class) | DosOptions.types()
     for option in dataclasses.fields(DosOptions):
-        setattr(config_class, option.name, option.default)
+        # By keyword only, or the positional arguments of derived classes would move.
+        setattr(config_class, option.name, dataclasses.field(default=option.default, kw_only=True))
     for cls in classes:
         _make_dataclass_again(cls)
 

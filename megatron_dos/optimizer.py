@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_dos.arguments import DosOptions, validate_config
+from megatron_dos.arguments import DosOptions, validate_optimizer
 from megatron_dos.engine import StepInputs, UpdateEngine, host_bytes, staging_bytes
 from megatron_dos.kernels import AdamScalars
 from megatron_dos.kernels.threads import default_threads
@@ -158,7 +158,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
 
     def __init__(self, optimizer, config, grad_scaler, init_state_fn, model_chunks, *args, **kwargs) -> None:
         """Replaces: FP32 params on the device and the inner optimizer. The rest is the base class's."""
-        validate_config(config, model_chunks[0].ddp_config)
+        validate_optimizer(config, model_chunks)
         # See [Note: the precision-aware seat].
         config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
         super().__init__(optimizer, config, grad_scaler, init_state_fn, model_chunks, *args, **kwargs)
@@ -230,7 +230,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
 
         Megatron takes the norm of the per-shard norms of `main_param`, so one element can stand in for the shard.
         """
-        if self.is_stub_optimizer or not getattr(self.config, "log_params_norm", False):
+        if self.is_stub_optimizer or not self.config.log_params_norm:
             return
         for owner, param in enumerate(self._owned_params):
             if param.dtype != torch.float32:

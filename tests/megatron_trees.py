@@ -23,9 +23,8 @@ PACKAGE_INFO = "megatron/core/package_info.py"
 
 def installed_megatron() -> Path:
     """The folder that holds the installed package's `megatron` folder. Nothing of it is imported."""
-    core = importlib.util.find_spec("megatron").submodule_search_locations
-    (folder,) = [Path(place) for place in core if (Path(place) / "core" / "package_info.py").is_file()]
-    return folder.parent
+    places = [Path(place) for place in importlib.util.find_spec("megatron").submodule_search_locations]
+    return next(place for place in places if (place / "core" / "package_info.py").is_file()).parent
 
 
 def small_tree(root: Path) -> Path:

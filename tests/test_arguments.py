@@ -12,7 +12,14 @@ import megatron_trees
 import pytest
 
 from megatron_dos import arguments, patching
-from megatron_dos.arguments import DosOptions, UnsupportedOptionError, add_arguments, validate_args, validate_config
+from megatron_dos.arguments import (
+    DosOptions,
+    UnsupportedOptionError,
+    add_arguments,
+    own_options,
+    validate_args,
+    validate_config,
+)
 
 FLAG = "--use-deep-optimizer-states"
 
@@ -46,6 +53,7 @@ REFUSED_ARGUMENTS = {
     "--reuse-grad-buf-for-mxfp8-param-ag": "--reuse-grad-buf-for-mxfp8-param-ag --fp8-format e4m3 --fp8-recipe mxfp8",
     "--optimizer-cuda-graph": "--optimizer-cuda-graph",
     "--qk-clip": "--qk-clip",
+    "--async-save": "--async-save",
     "--use-distributed-optimizer": "",
 }
 """The flag that the message must name -> the command line that it is refused in."""
@@ -86,6 +94,7 @@ ACCEPTED_ARGUMENTS = {
     "fp32": "",
     "bf16 grads": "--bf16 --grad-reduce-in-bf16",
     "fp8 compute": "--bf16 --fp8-format hybrid --transformer-impl transformer_engine",
+    "params norm": "--bf16 --log-params-norm",
     "all options": "--bf16 --dos-subgroup-size 7 --dos-cpu-threads 1",
     "full-iteration graph": "--bf16 --cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad",
     "RL offload": "--bf16 --perform-rl-step --rl-offload-optimizer-during-inference",
@@ -201,12 +210,12 @@ class TestRefusedByMegatronsParser:
 
     @pytest.mark.parametrize("case", ACCEPTED_ARGUMENTS)
     def test_supported_combinations_pass_megatrons_own_validation(self, patched_megatron, case):
-        expected = [True, 7, 1] if case == "all options" else [True, 0, 0]
+        expected = [True, 7, 1, False] if case == "all options" else [True, 0, 0, case == "params norm"]
         assert patched_megatron[0][f"accepted {case}"] == ["NoneType", expected]
 
     def test_flag_off_refuses_nothing(self, patched_megatron):
-        assert patched_megatron[0]["off"] == ["NoneType", [False, 0, 0]]
-        assert patched_megatron[0]["off, sgd"] == ["NoneType", [False, 0, 0]]
+        assert patched_megatron[0]["off"] == ["NoneType", [False, 0, 0, False]]
+        assert patched_megatron[0]["off, sgd"] == ["NoneType", [False, 0, 0, False]]
 
 
 class TestRefusedByTheConfigs:
@@ -242,8 +251,8 @@ class TestOptions:
     def test_flags_types_defaults_and_help_come_from_the_fields(self):
         parser = add_arguments(argparse.ArgumentParser())
         (group,) = [g for g in parser._action_groups if g.title == "deep optimizer states"]
-        assert [action.dest for action in group._group_actions] == [f.name for f in dataclasses.fields(DosOptions)]
-        for action, option in zip(group._group_actions, dataclasses.fields(DosOptions), strict=True):
+        assert [action.dest for action in group._group_actions] == [f.name for f in own_options()]
+        for action, option in zip(group._group_actions, own_options(), strict=True):
             assert action.option_strings == ["--" + option.name.replace("_", "-")]
             assert action.default == option.default
             assert action.help % {} == arguments.field_docs()[option.name]

@@ -74,6 +74,7 @@ variables = [dict(vars(cls)) for cls in classes]
 annotations = [dict(inspect.get_annotations(cls)) for cls in classes]
 functions = dict(vars(optimizer))
 path = list(sys.meta_path)
+positional = [field.default for field in dataclasses.fields(OptimizerConfig)]
 
 import megatron_dos
 from megatron_dos.install import is_patched, uninstall
@@ -90,7 +91,7 @@ found = dict(
     before=before,
     now=is_patched(OptimizerConfig),
     same_class=optimizer.OptimizerConfig is OptimizerConfig,
-    fields=[field.name for field in dataclasses.fields(OptimizerConfig)][-3:],
+    fields=[field.name for field in dataclasses.fields(OptimizerConfig)][-4:],
     positional=OptimizerConfig(0.5).lr,
     value=config.dos_subgroup_size,
     defaults=[OptimizerConfig().use_deep_optimizer_states, OptimizerConfig().dos_subgroup_size],
@@ -101,6 +102,7 @@ found = dict(
     derived=[derived.own, derived.hidden, repr(derived), derived.dos_cpu_threads, Derived().own is not Derived().own],
     derived_repr="hidden" in repr(Derived()),
     metadata=dict({f.name: f.metadata for f in dataclasses.fields(DerivedTwice)}["hidden"]),
+    derived_positional=Derived(*positional, [2], 4).own,
     no_dataclass=NoDataclass(dos_subgroup_size=2).dos_subgroup_size,
     built=[build(config), build(stock), build(config)],
     name_restored=optimizer.DistributedOptimizer is functions["DistributedOptimizer"],
@@ -270,7 +272,12 @@ class TestCore:
         assert found["before"] is False
         assert found["now"] is True
         assert found["same_class"]
-        assert found["fields"] == ["use_deep_optimizer_states", "dos_subgroup_size", "dos_cpu_threads"]
+        assert found["fields"] == [
+            "use_deep_optimizer_states",
+            "dos_subgroup_size",
+            "dos_cpu_threads",
+            "log_params_norm",
+        ]
         assert found["value"] == 5
         assert found["defaults"] == [False, 0]
 
@@ -285,6 +292,7 @@ class TestCore:
 
     def test_derived_configs_gain_the_fields_and_keep_their_own(self, found):
         assert found["derived"] == [[1], 3, "by hand", 1, True]
+        assert found["derived_positional"] == [2]
         assert found["derived_repr"] is False
         assert found["metadata"] == {"a": 1}
         assert found["no_dataclass"] == 2

@@ -344,7 +344,8 @@ class TestAllOrNothing:
         assert snapshot(tree) == before
 
     def test_damaged_patch_writes_nothing(self, tree, monkeypatch):
-        (patch,) = patching.known_patches()
+        patch = patching.apply(tree).patch
+        patching.revert(tree)
         file = patch.files[0]
         hunk = file.hunks[0]
         lines = tuple((kind, text.replace(b"optimizer_class", b"other_class")) for kind, text in hunk.lines)
@@ -555,7 +556,7 @@ class TestPatchesFolder:
             raise ModuleNotFoundError(name)
 
         monkeypatch.setattr(patching.importlib.resources, "files", absent)
-        assert [patch.name for patch in patching.known_patches.__wrapped__()] == ["core_v0.19"]
+        assert patching.known_patches.__wrapped__() == patching.known_patches() != ()
 
 
 class TestGenerator:

@@ -21,7 +21,7 @@ LAYERS = {
     "kernels": set(),
     "partition": set(),
     "schedule": set(),
-    "states": set(),
+    "states": {"kernels"},
     "low_precision_grads": set(),
     "arguments": set(),
     "device": {"schedule"},

@@ -126,10 +126,13 @@ Array array_from(const Name& name, py::handle value, int64_t count, dos::DType d
   const int64_t size = dos::element_size(dtype);
   if (count > std::numeric_limits<int64_t>::max() / size) refuse(name, "more elements than there are addresses");
   const uintptr_t bytes = static_cast<uintptr_t>(count * size);
-  if (count > 0 && address == 0) refuse(name, "null address");
+  // No system maps the first page or the upper half of the addresses for a program.
+  constexpr uintptr_t kFirst = 4096;
+  constexpr uintptr_t kEnd = uintptr_t{1} << 63;
+  if (count > 0 && address < kFirst) refuse(name, "null address");
   if (address % size != 0)
     refuse(name, "address is not a multiple of the element size, " + std::to_string(size) + " bytes");
-  if (address + bytes < address) refuse(name, "reaches past the last address");
+  if (address > kEnd || bytes > kEnd - address) refuse(name, "reaches past the last address");
   return {name, address, bytes};
 }
 

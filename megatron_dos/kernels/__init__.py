@@ -79,8 +79,8 @@ class AdamScalars:
             TypeError: step is no integer, or another argument no number.
             ValueError: an argument is out of range or not finite, or a scalar overflows float32; it is named.
         """
-        if isinstance(step, bool):
-            raise TypeError("step: expected an integer, got a bool")
+        if isinstance(step, bool) or not hasattr(step, "__index__"):
+            raise TypeError(f"step: expected an integer, got {type(step).__name__}")
         step = operator.index(step)
         if step < 1:
             raise ValueError(f"step: must be at least 1, got {step}")
@@ -112,7 +112,10 @@ class AdamScalars:
 
 def _number(name: str, value: float) -> float:
     """`value` as a finite float of at least 0."""
-    number = float(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}") from None
     if not math.isfinite(number):
         raise ValueError(f"{name}: must be finite, got {number}")
     if number < 0.0:

@@ -1,0 +1,389 @@
+"""FLAT: Megatron's own DDP and optimizer around a handful of odd-shaped parameters, run inside the ranks.
+
+There is no forward pass: tests put grads into `main_grad` themselves, so that every number is known. Each function
+here that a test calls takes and returns plain values and tensors, and runs in every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+SHAPES = ((1,), (3, 5), (17,), (64, 64), (129, 7), (512, 64))
+KEPT_IN_FP32 = (2, 4)  # as routers and norms are, among 16-bit params
+
+
+def make_model(dtype: torch.dtype, seed: int) -> torch.nn.Module:
+    from megatron.core.transformer.module import MegatronModule
+
+    class Flat(MegatronModule):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            generator = torch.Generator().manual_seed(seed)
+            for index, shape in enumerate(SHAPES):
+                values = torch.randn(shape, generator=generator)
+                param = torch.nn.Parameter(values.to(torch.float32 if index in KEPT_IN_FP32 else dtype).cuda())
+                self.register_parameter(f"p{index}", param)
+
+    from megatron.core.transformer import TransformerConfig
+
+    return Flat(TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1))
+
+
+class FlatRun:
+    """A model of SHAPES with Megatron's optimizer around it.
+
+    Args:
+        dtype: of the params that are not KEPT_IN_FP32.
+        grads_in_fp32: dtype of the main grads: FP32, or that of the param.
+        deep: deep optimizer states, or Megatron's own optimizer.
+        options: more fields of OptimizerConfig.
+    """
+
+    def __init__(
+        self, dtype: str = "bfloat16", grads_in_fp32: bool = True, deep: bool = True, seed: int = 0, **options: Any
+    ) -> None:
+        from megatron.core import parallel_state, tensor_parallel
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        if not torch.distributed.is_initialized():
+            torch.distributed.init_process_group("gloo")
+            parallel_state.initialize_model_parallel()
+            tensor_parallel.model_parallel_cuda_manual_seed(1)
+        torch_dtype = getattr(torch, dtype)
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=grads_in_fp32, use_distributed_optimizer=True, overlap_grad_reduce=False
+        )
+        module = make_model(torch_dtype, seed)
+        self.ddp = DistributedDataParallel(module.config, ddp_config, module)
+        self.params = list(module.parameters())
+        settings: dict[str, Any] = {
+            "lr": 1e-3,
+            "weight_decay": 0.1,
+            "clip_grad": 0.0,
+            "bf16": torch_dtype == torch.bfloat16,
+            "fp16": torch_dtype == torch.float16,
+            "params_dtype": torch_dtype,
+        }
+        if deep:
+            settings |= {"use_deep_optimizer_states": True, "dos_subgroup_size": 1000}
+        config = OptimizerConfig(use_distributed_optimizer=True, optimizer="adam", **{**settings, **options})
+        self.optimizer = get_megatron_optimizer(config, [self.ddp])
+
+    @property
+    def inner(self) -> Any:
+        """The one distributed optimizer inside Megatron's chain."""
+        (only,) = self.optimizer.chained_optimizers
+        return only
+
+    def step(self, grads: list[torch.Tensor]) -> tuple[bool, float | None, float | None]:
+        """Put the same grads into every rank's grad buffer, reduce them and step."""
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        return self.step_with(lambda param, grad: param.main_grad.copy_(grad), grads)
+
+    def step_with(self, put: Any, grads: list[torch.Tensor]) -> tuple[bool, float | None, float | None]:
+        for param, grad in zip(self.params, grads, strict=True):
+            put(param, grad)
+        self.ddp.finish_grad_sync()
+        return self.optimizer.step()
+
+    def weights(self) -> list[torch.Tensor]:
+        return [param.detach().cpu().clone() for param in self.params]
+
+    def states(self) -> list[dict[str, torch.Tensor] | None]:
+        """For each param what this rank holds of it, with the owned range; None where it owns nothing of it."""
+        found: list[dict[str, torch.Tensor] | None] = []
+        for param in self.params:
+            if param not in self.inner.model_param_gbuf_map:
+                found.append(None)
+                continue
+            owned = self.inner._get_model_param_range_map(param)["param"]
+            tensors = self.inner._get_main_param_and_optimizer_states(param)
+            kept = {key: tensors[key].detach().cpu().clone() for key in ("param", "exp_avg", "exp_avg_sq")}
+            found.append({"range": torch.tensor([owned.start, owned.end]), **kept})
+        return found
+
+
+def random_grads(seed: int, scale: float = 1.0) -> list[torch.Tensor]:
+    """FP32 grads whose values bf16 and fp16 hold exactly, so that they are the same in every grad buffer."""
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(shape, generator=generator) * scale).bfloat16().half().float() for shape in SHAPES]
+
+
+class Oracle:
+    """The same parameters updated by numpy, whole."""
+
+    def __init__(self, weights: list[torch.Tensor]) -> None:
+        self.dtypes = [weight.dtype for weight in weights]
+        self.master = [weight.float().numpy().reshape(-1).copy() for weight in weights]
+        self.exp_avg = [np.zeros_like(master) for master in self.master]
+        self.exp_avg_sq = [np.zeros_like(master) for master in self.master]
+
+    def step(
+        self, step: int, grads: list[torch.Tensor], decays: list[float], lr: float = 1e-3, **settings: Any
+    ) -> None:
+        from megatron_dos.kernels import AdamScalars, reference
+
+        settings = {"betas": (0.9, 0.999), "eps": 1e-8, "decoupled": True, **settings}
+        for index, grad in enumerate(grads):
+            scalars = AdamScalars.at_step(step, lr=lr, weight_decay=decays[index], **settings)
+            state = (self.master[index], self.exp_avg[index], self.exp_avg_sq[index])
+            reference.adamw(*state, grad.float().numpy().reshape(-1), scalars)
+
+    def differences(self, run: FlatRun) -> list[str]:
+        """Where states or weights of this rank differ from the oracle by a bit."""
+        found = []
+        for index, state in enumerate(run.states()):
+            if state is not None:
+                owned = slice(*state["range"].tolist())
+                for name in ("param", "exp_avg", "exp_avg_sq"):
+                    expected = getattr(self, "master" if name == "param" else name)[index][owned]
+                    if (state[name].numpy().view(np.uint32) != expected.view(np.uint32)).any():
+                        found.append(f"{name} of p{index}")
+            rounded = torch.from_numpy(self.master[index]).to(self.dtypes[index])
+            if not torch.equal(run.weights()[index].view(-1).view(torch.uint8), rounded.view(torch.uint8)):
+                found.append(f"weight p{index}")
+        return found
+
+
+def decays_of(run: FlatRun) -> list[float]:
+    """The weight decay that Megatron's param groups give each param (biases and 1-D params have none)."""
+    decays = [0.0] * len(run.params)
+    owner = {id(shard): param for param, shard in _shards(run)}
+    for group in run.optimizer.param_groups:
+        for shard in group["params"]:
+            for index, param in enumerate(run.params):
+                if owner.get(id(shard)) is param:
+                    decays[index] = group["weight_decay"]
+    # A rank knows the groups of what it owns; the others' follow from the same rule, so take the largest over ranks.
+    shared = torch.tensor(decays, dtype=torch.float64)
+    torch.distributed.all_reduce(shared, op=torch.distributed.ReduceOp.MAX)
+    return shared.tolist()
+
+
+def _shards(run: FlatRun) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    pairs = []
+    for params, shards in (
+        (run.inner.model_float16_groups, run.inner.shard_float16_groups),
+        (run.inner.model_fp32_groups, run.inner.shard_fp32_groups),
+    ):
+        for params_of_group, shards_of_group in zip(params, shards, strict=True):
+            pairs += zip(params_of_group, shards_of_group, strict=True)
+    return pairs
+
+
+# ---- What the tests call --------------------------------------------------------------------------------------------
+
+
+def follows_the_reference(dtype: str, grads_in_fp32: bool, steps: int = 6) -> list[str]:
+    """Seeded grads, lr and betas changed on the way: differences to numpy after all steps."""
+    run = FlatRun(dtype, grads_in_fp32)
+    oracle, decays = Oracle(run.weights()), decays_of(run)
+    for step in range(1, steps + 1):
+        lr, betas = 1e-3 / step, (0.9, 0.999 if step < 4 else 0.95)
+        for group in run.optimizer.param_groups:
+            group.update(lr=lr, betas=betas)
+        grads = random_grads(step)
+        run.step(grads)
+        oracle.step(step, grads, decays, lr=lr, betas=betas)
+    return oracle.differences(run)
+
+
+def after_a_load(how: str) -> dict[str, Any]:
+    """Overwrite the weights after the optimizer was built, reload, and step: with zero grads, or with real ones."""
+    run = FlatRun("bfloat16")
+    generator = torch.Generator().manual_seed(99)
+    loaded = [torch.randn(shape, generator=generator) for shape in SHAPES]  # more precise than bf16
+    state_dict = None
+    with torch.no_grad():
+        for param, value in zip(run.params, loaded, strict=True):
+            param.copy_(value)
+    if how == "state_dict":
+        state_dict = {"model": {f"p{index}": value.cuda() for index, value in enumerate(loaded)}}
+    run.optimizer.reload_model_params(state_dict)
+    start = [
+        value if state_dict else value.to(param.dtype).float() for param, value in zip(run.params, loaded, strict=True)
+    ]
+    before, masters = run.weights(), _masters(run, start)
+    decays = decays_of(run)
+    oracle = Oracle(start)
+    oracle.dtypes = [param.dtype for param in run.params]
+    grads = random_grads(5)
+    if how == "zero grads":
+        for group in run.optimizer.param_groups:
+            group["weight_decay"] = 0.0
+        grads, decays = [torch.zeros(shape) for shape in SHAPES], [0.0] * len(SHAPES)
+    run.step(grads)
+    oracle.step(1, grads, decays)
+    unchanged = all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, run.weights(), strict=True)
+    )
+    return {"masters": masters, "unchanged": unchanged, "step": oracle.differences(run)}
+
+
+def _masters(run: FlatRun, expected: list[torch.Tensor]) -> list[str]:
+    return [
+        f"master of p{index}"
+        for index, state in enumerate(run.states())
+        if state is not None
+        and not torch.equal(state["param"], expected[index].reshape(-1)[slice(*state["range"].tolist())])
+    ]
+
+
+def accumulate() -> dict[str, Any]:
+    """Four micro-batches of +g, -g, +3g and nothing."""
+    outcome = {}
+    for name, deep in (("ours", True), ("stock", False)):
+        run = FlatRun("bfloat16", deep=deep, clip_grad=1.0)
+        oracle, decays = Oracle(run.weights()), decays_of(run) if deep else None
+        grads = random_grads(7)
+        run.ddp.zero_grad_buffer()
+        for factor in (1, -1, 3, 0):
+            for param, grad in zip(run.params, grads, strict=True):
+                param.main_grad.add_(grad.cuda(), alpha=factor)
+        _, norm, _ = run.step_with(lambda param, grad: None, grads)
+        outcome[name] = norm
+        if deep:
+            whole = math.sqrt(sum(float((3 * grad.double()).square().sum()) for grad in grads))
+            clip = float(np.float32(1.0 / (norm + 1e-6)))
+            oracle.step(1, [3 * grad * clip for grad in grads], decays)
+            outcome |= {"differences": oracle.differences(run), "expected": whole}
+    return outcome
+
+
+def skips(dtype: str, grads_in_fp32: bool, value: float, threshold: bool) -> dict[str, Any]:
+    """One good step, then one whose last element is inf or NaN, or whose norm is above the threshold."""
+    options: dict[str, Any] = {"clip_grad": 1.0}
+    if dtype == "float16":
+        options["initial_loss_scale"] = 1024.0
+    if threshold:
+        options["grad_norm_skip_threshold"] = 1e4
+    run = FlatRun(dtype, grads_in_fp32, **options)
+    scale = float(run.optimizer.get_loss_scale())
+    run.step([grad * scale for grad in random_grads(1, 1e-3)])
+    before, weights, counter = run.states(), run.weights(), run.inner.optimizer.step_count
+    grads = [grad * scale for grad in random_grads(2, 1e-3)]
+    grads[0].view(-1)[-1] = value  # p0 is in the last bucket: buckets are filled from the last param on
+    success, _, _ = run.step(grads)
+    same = all(
+        (one is None) == (other is None)
+        and (
+            one is None
+            or all(
+                torch.equal(one[key].view(torch.int32), other[key].view(torch.int32)) for key in one if key != "range"
+            )
+        )
+        for one, other in zip(before, run.states(), strict=True)
+    )
+    weights_same = all(
+        torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))
+        for one, other in zip(weights, run.weights(), strict=True)
+    )
+    return {
+        "success": success,
+        "states_same": same,
+        "weights_same": weights_same,
+        "counter": (counter, run.inner.optimizer.step_count),
+    }
+
+
+def one_huge_grad(grads_in_fp32: bool) -> dict[str, Any]:
+    """Clipping at the very first step: ours and Megatron's own norm, and ours against numpy with the clipped grads."""
+    outcome = {}
+    for name, deep in (("ours", True), ("stock", False)):
+        run = FlatRun("bfloat16", grads_in_fp32, deep=deep, clip_grad=1.0)
+        oracle, decays = Oracle(run.weights()), decays_of(run) if deep else None
+        grads = random_grads(3)
+        grads[3].view(-1)[100] = 2.0**20
+        _, outcome[name], _ = run.step(grads)
+        if deep:
+            clip = float(np.float32(1.0 / (outcome[name] + 1e-6)))
+            oracle.step(1, [grad * clip for grad in grads], decays)
+            outcome["differences"] = oracle.differences(run)
+    return outcome
+
+
+def constant_grad() -> dict[str, Any]:
+    """Every element of every param moves, and by the same amount."""
+    run = FlatRun("bfloat16", weight_decay=0.0)
+    before = run.states()
+    run.step([torch.ones(shape) for shape in SHAPES])
+    moves = [
+        (one["param"] - other["param"]) for one, other in zip(before, run.states(), strict=True) if one is not None
+    ]
+    return {"smallest": min(float(move.min()) for move in moves), "largest": max(float(move.max()) for move in moves)}
+
+
+def construction_is_quiet() -> dict[str, Any]:
+    """Building the optimizer changes no weight and draws no random number."""
+    module = make_model(torch.bfloat16, 0)
+    expected = [param.detach().cpu().clone() for param in module.parameters()]
+    FlatRun("bfloat16")  # initialises torch.distributed and the seeds
+    state = torch.get_rng_state(), torch.cuda.get_rng_state()
+    run = FlatRun("bfloat16")
+    after = torch.get_rng_state(), torch.cuda.get_rng_state()
+    return {
+        "weights": all(torch.equal(a, b) for a, b in zip(expected, run.weights(), strict=True)),
+        "random": all(torch.equal(a, b) for a, b in zip(state, after, strict=True)),
+        "moments": [bool(s["exp_avg"].any()) or bool(s["exp_avg_sq"].any()) for s in run.states() if s is not None],
+        "step": run.inner.optimizer.step_count,
+    }
+
+
+def memory_of_states() -> dict[str, Any]:
+    """Bytes of the states, and which tensors of the optimizer are on the device."""
+    run = FlatRun("bfloat16")
+    run.step(random_grads(1))
+    owned = sum(int(s["range"][1] - s["range"][0]) for s in run.states() if s is not None)
+    inner = run.inner.optimizer
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for state in inner.state.values()
+        for tensor in state.values()
+    }
+    return {
+        "owned": owned,
+        "bytes": sum(storages.values()),
+        "on_device": sum(tensor.is_cuda for state in inner.state.values() for tensor in state.values()),
+        "fp32_params_on_device": sum(
+            s is not None for group in run.inner.shard_fp32_from_float16_groups for s in group
+        ),
+    }
+
+
+def offloads_are_no_ops() -> dict[str, Any]:
+    """Megatron's offload_to_cpu / restore_from_cpu in any order, then a step that must equal an undisturbed one."""
+    run = FlatRun("bfloat16")
+    oracle, decays = Oracle(run.weights()), decays_of(run)
+    for calls in (("offload_to_cpu",), ("restore_from_cpu", "restore_from_cpu"), ("offload_to_cpu",) * 2):
+        for call in calls:
+            getattr(run.optimizer, call)()
+    run.step(random_grads(1))
+    oracle.step(1, random_grads(1), decays)
+    run.optimizer.restore_from_cpu()
+    run.step(random_grads(2))
+    oracle.step(2, random_grads(2), decays)
+    return {"differences": oracle.differences(run)}
+
+
+def state_dict_of_an_empty_rank() -> dict[str, Any]:
+    """Before any step, and after one: the saved step and groups, which must be plain values."""
+    run = FlatRun("bfloat16")
+    saved = [run.optimizer.state_dict()]
+    run.step(random_grads(1))
+    saved.append(run.optimizer.state_dict())
+    kinds = {
+        type(value).__name__ for one in saved for group in one["optimizer"]["param_groups"] for value in group.values()
+    }
+    owns = sum(s is not None for s in run.states())
+    return {
+        "steps": [[group["step"] for group in one["optimizer"]["param_groups"]] for one in saved],
+        "kinds": sorted(kinds),
+        "owns": owns,
+        "groups": len(saved[0]["optimizer"]["param_groups"]),
+    }

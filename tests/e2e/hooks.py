@@ -1,0 +1,78 @@
+"""What tests have the ranks do in the middle of a training: `inspect` hooks of the harness."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from rank_main import distributed_optimizers, named_params, states_of, weights_of
+
+
+def state_at_start(point: str, model: Any, optimizer: Any, args: Any) -> Any:
+    """Weights, states, step, learning rates and random state right after set-up, before any step."""
+    if point != "start":
+        return None
+    return {
+        "weights": weights_of(model),
+        "states": states_of(model, optimizer),
+        "groups": [
+            {key: group[key] for key in ("lr", "weight_decay", "betas", "eps")} for group in optimizer.param_groups
+        ],
+        "random": torch.get_rng_state(),
+        "loss_scale": float(optimizer.get_loss_scale()),
+    }
+
+
+def quiet_step(point: str, model: Any, optimizer: Any, args: Any) -> Any:
+    """A step with zero grads and no weight decay: what it changed, by name."""
+    if point != "start":
+        return None
+    before, states = weights_of(model), states_of(model, optimizer)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    _step_with(model, optimizer, 0.0)
+    after, new_states = weights_of(model), states_of(model, optimizer)
+    changed = [name for name in before if not _same(before[name], after[name])]
+    changed += [
+        f"{key} of {name}"
+        for name, state in states.items()
+        for key in ("param", "exp_avg", "exp_avg_sq")
+        if not _same(state[key], new_states[name][key])
+    ]
+    return {"changed": changed, "compared": len(before)}
+
+
+def constant_step(point: str, model: Any, optimizer: Any, args: Any) -> Any:
+    """A step with all grads 1 and no weight decay: by how much each master element moved, and replicas' weights."""
+    if point != "start":
+        return None
+    before = states_of(model, optimizer)
+    for group in optimizer.param_groups:
+        group.update(weight_decay=0.0, lr=1e-3)
+    _step_with(model, optimizer, 1.0)
+    moved = {name: before[name]["param"] - state["param"] for name, state in states_of(model, optimizer).items()}
+    return {
+        "moved": {name: (float(move.min()), float(move.max()), move.numel()) for name, move in moved.items()},
+        "ranges": {name: (state["start"], state["end"]) for name, state in before.items()},
+        "sizes": {name: param.numel() for name, param in named_params(model).items()},
+        "weights": weights_of(model),
+    }
+
+
+def _step_with(model: Any, optimizer: Any, value: float) -> None:
+    """One optimizer step with every main grad set to `value` after the reduction."""
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    clip = [one.config.clip_grad for one in distributed_optimizers(optimizer)]
+    for one in distributed_optimizers(optimizer):
+        one.config.clip_grad = 0.0
+    for param in named_params(model).values():
+        param.main_grad.fill_(value)
+    optimizer.step()
+    for one, clip_grad in zip(distributed_optimizers(optimizer), clip, strict=True):
+        one.config.clip_grad = clip_grad
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
