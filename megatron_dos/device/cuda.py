@@ -116,15 +116,15 @@ class _Run:
         return self._ops[index].stream is Stream.CPU
 
     def _ready(self, op: Op) -> bool:
-        for dependency in op.depends_on:
-            if self._is_cpu(dependency):
-                if op.stream is not Stream.CPU and not self._cpu_ended(dependency):
-                    return False
-            elif dependency not in self._enqueued:
-                return False
-            elif op.stream is Stream.CPU and not self.events[dependency].query():
-                return False
-        return True
+        return all(self._can_follow(op, dependency) for dependency in op.depends_on)
+
+    def _can_follow(self, op: Op, dependency: int) -> bool:
+        """Whether `op` can be enqueued now as far as this dependency goes."""
+        if self._is_cpu(dependency):
+            return op.stream is Stream.CPU or self._cpu_ended(dependency)
+        if dependency not in self._enqueued:
+            return False
+        return op.stream is not Stream.CPU or self.events[dependency].query()
 
     def _cpu_ended(self, index: int) -> bool:
         if index in self._tickets and self._tickets[index].done():
