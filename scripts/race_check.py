@@ -32,8 +32,7 @@ from tqdm import tqdm
 from megatron_dos.device.host import HostDevice
 from megatron_dos.device.sim import RaceError, SimDevice, describe
 from megatron_dos.engine import EngineOptions, UpdateEngine
-from megatron_dos.kernels import AdamScalars
-from megatron_dos.kernels import cpu as cpu_kernel
+from megatron_dos.kernels import AdamScalars, device_kernel
 from megatron_dos.operations import StepInputs
 from megatron_dos.partition import OwnedRange, Partition, partition
 from megatron_dos.schedule import Program
@@ -44,11 +43,6 @@ STEPS = 3  # one after the other: the second and third find slots and states as 
 MAX_SUBGROUPS = 17
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TRIES = 20  # for a removed dependency to show in the result
-
-
-def device_kernel(*arguments: Any) -> None:
-    """The exact update, for tensors that stand for device memory."""
-    cpu_kernel.adamw(*arguments, threads=1)
 
 
 @dataclass(frozen=True)
@@ -84,7 +78,8 @@ class Run:
 
     def __post_init__(self) -> None:
         self.params = [param.clone() for param in self.case.params]
-        self.engine = UpdateEngine(self.case.partition, self.params, self.case.options, self, device_kernel)
+        kernel = device_kernel.select("auto", torch.device("cpu"), threads=1)
+        self.engine = UpdateEngine(self.case.partition, self.params, self.case.options, self, kernel)
         self.restart()
 
     def run(self, program: Program, handlers: Any, memory: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_dos.engine import EngineOptions, UpdateEngine, host_bytes, staging_bytes
-from megatron_dos.kernels import AdamScalars, cpu, reference
+from megatron_dos.kernels import AdamScalars, device_kernel, reference
 from megatron_dos.operations import StepInputs, StepOperations
 from megatron_dos.partition import OwnedRange, partition
 from megatron_dos.schedule import OpKind, Placement, SubgroupShape, build_program, static_split
@@ -21,11 +21,6 @@ DTYPES = [torch.bfloat16, torch.float32, torch.float16, torch.bfloat16, torch.fl
 MIXED = [torch.float32, torch.bfloat16, torch.float32, torch.float32, torch.float16, torch.bfloat16]
 SHARES = [0, 0.37, 1]
 STEPS = 3
-
-
-def device_kernel(*arguments) -> None:
-    """Tensors that stand for device memory are host tensors here."""
-    cpu.adamw(*arguments, threads=1)
 
 
 def random_params(seed: int = 0) -> list[torch.Tensor]:
@@ -43,7 +38,8 @@ def make_partition(subgroup_size: int):
 
 def make_engine(params: list[torch.Tensor], subgroup_size: int, **options) -> UpdateEngine:
     parts = make_partition(subgroup_size)
-    engine = UpdateEngine(parts, params, EngineOptions(threads=1, **options), device_kernel=device_kernel)
+    kernel = device_kernel.select("auto", torch.device("cpu"), threads=1)
+    engine = UpdateEngine(parts, params, EngineOptions(threads=1, **options), device_kernel=kernel)
     for owner, param in enumerate(params):
         engine.owner_states(owner)["master"].copy_(param)
     return engine
