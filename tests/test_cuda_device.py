@@ -113,7 +113,7 @@ class Ticket:
             self.ended = True
             self.work()
 
-    def done(self):
+    def poll(self):
         if self.machine.random.random() < 0.3:
             self.wait()
         return self.ended

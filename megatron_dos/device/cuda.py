@@ -32,7 +32,7 @@ class CudaDevice:
         device: the CUDA device of the parameters.
 
     A handler enqueues its operation on the current stream; the handler of an operation of `Stream.CPU` returns a
-    ticket with `wait()` and `done()`. RELEASE runs on the caller's stream, where Megatron's collectives are ordered.
+    ticket with `wait()` and `poll()`. RELEASE runs on the caller's stream, where Megatron's collectives are ordered.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -127,7 +127,7 @@ class _Run:
         return op.stream is not Stream.CPU or self.events[dependency].query()
 
     def _cpu_ended(self, index: int) -> bool:
-        if index in self._tickets and self._tickets[index].done():
+        if index in self._tickets and self._tickets[index].poll():
             self._tickets.pop(index).wait()  # raises what the update raised
             self._ended.add(index)
         return index in self._ended
