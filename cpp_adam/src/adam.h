@@ -37,7 +37,8 @@ struct Update {
   DType exp_avg_sq_dtype;  // float32 or bfloat16
   DType grad_dtype;        // float32, bfloat16 or float16
   DType out_dtype;         // any; none exactly when out is null
-  float grad_scale;
+  float unscale;     // first factor on the FP32 grad
+  float grad_scale;  // second
   Scalars scalars;
   bool stream_out;  // write a 16-bit `out` past the caches: it is read next by a DMA engine, not by this core
 };

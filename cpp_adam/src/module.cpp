@@ -82,6 +82,12 @@ double double_from(py::handle value, const Name& name) {
   return number;
 }
 
+float factor_from(py::handle value, const Name& name) {
+  const float factor = static_cast<float>(double_from(value, name));
+  if (!std::isfinite(factor)) refuse(name, "too large for float32");
+  return factor;
+}
+
 py::object attribute_of(py::handle scalars, const char* attribute, const Name& name) {
   py::object value = py::reinterpret_steal<py::object>(PyObject_GetAttrString(scalars.ptr(), attribute));
   if (!value) {
@@ -154,6 +160,7 @@ enum Field {
   kGradDType,
   kOutDType,
   kScalars,
+  kUnscale,
   kGradScale,
   kFields
 };
@@ -169,8 +176,8 @@ dos::Update update_from(PyObject* given, const dos::Scalars& scalars, int64_t pi
   u.grad_dtype = dtype_from(field(kGradDType), {"grad", piece}, {DType::float32, DType::bfloat16, DType::float16});
   u.out_dtype =
       dtype_from(field(kOutDType), {"out", piece}, {DType::none, DType::float32, DType::bfloat16, DType::float16});
-  u.grad_scale = static_cast<float>(double_from(field(kGradScale), {"grad_scale", piece}));
-  if (!std::isfinite(u.grad_scale)) refuse({"grad_scale", piece}, "too large for float32");
+  u.unscale = factor_from(field(kUnscale), {"unscale", piece});
+  u.grad_scale = factor_from(field(kGradScale), {"grad_scale", piece});
 
   const Array p = array_from({"param", piece}, field(kParam), u.count, DType::float32);
   const Array m = array_from({"exp_avg", piece}, field(kExpAvg), u.count, u.exp_avg_dtype);
@@ -326,8 +333,9 @@ PYBIND11_MODULE(_cpp_adam, m) {
   py::class_<dos::Pool>(
       m, "Pool",
       "Worker threads that run jobs in order of submission. A job is a list of pieces, each the tuple (param, exp_avg,\n"
-      "exp_avg_sq, grad, out, count, exp_avg_dtype, exp_avg_sq_dtype, grad_dtype, out_dtype, scalars, grad_scale):\n"
-      "addresses (out 0 for none), a count of elements, codes of kernels.DType, an AdamScalars, a float.")
+      "exp_avg_sq, grad, out, count, exp_avg_dtype, exp_avg_sq_dtype, grad_dtype, out_dtype, scalars, unscale,\n"
+      "grad_scale):\n"
+      "addresses (out 0 for none), a count of elements, codes of kernels.DType, an AdamScalars, two floats.")
       .def(py::init(&make_pool), py::arg("threads"), py::arg("cpus") = std::vector<int>())
       .def_property_readonly("threads", &dos::Pool::threads)
       .def_property_readonly("cpus", &dos::Pool::cpus)

@@ -26,7 +26,8 @@ struct Constants {
   using Value = typename Lane::Value;
 
   explicit Constants(const Update& u)
-      : grad_scale(Lane::broadcast(u.grad_scale)),
+      : unscale(Lane::broadcast(u.unscale)),
+        grad_scale(Lane::broadcast(u.grad_scale)),
         beta1(Lane::broadcast(u.scalars.beta1)),
         one_minus_beta1(Lane::broadcast(u.scalars.one_minus_beta1)),
         beta2(Lane::broadcast(u.scalars.beta2)),
@@ -37,7 +38,7 @@ struct Constants {
         rsqrt_bias_correction2(Lane::broadcast(u.scalars.rsqrt_bias_correction2)),
         weight_decay(Lane::broadcast(u.scalars.weight_decay)) {}
 
-  const Value grad_scale, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, step_size,
+  const Value unscale, grad_scale, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, step_size,
       rsqrt_bias_correction2, weight_decay;
 };
 
@@ -47,7 +48,7 @@ inline typename Lane::Value update_lane(const Constants<Lane>& c, float* param, 
                                         const Grad* grad) {
   using Value = typename Lane::Value;
   Value p = Lane::load(param);
-  Value g = Lane::mul(Lane::load(grad), c.grad_scale);
+  Value g = Lane::mul(Lane::mul(Lane::load(grad), c.unscale), c.grad_scale);
   if constexpr (kL2) g = Lane::add(g, Lane::mul(c.weight_decay, p));
 
   Value m = Lane::add(Lane::mul(c.beta1, Lane::load(exp_avg)), Lane::mul(c.one_minus_beta1, g));

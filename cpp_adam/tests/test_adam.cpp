@@ -90,6 +90,7 @@ struct Arrays {
     update.exp_avg_dtype = update.exp_avg_sq_dtype = moments;
     update.grad_dtype = grad_dtype;
     update.out_dtype = out_dtype;
+    update.unscale = 0.5f;
     update.grad_scale = 0.75f;
     update.scalars = training_scalars(false);
   }
@@ -296,7 +297,7 @@ struct Header {
   int32_t exp_avg_dtype, exp_avg_sq_dtype, grad_dtype, out_dtype;
   int32_t l2_mode, stream_out;
   float scalars[9];
-  float grad_scale;
+  float unscale, grad_scale;
 };
 
 void replay(const char* in_path, const char* out_path, const dos::Isa& isa) {
@@ -311,6 +312,7 @@ void replay(const char* in_path, const char* out_path, const dos::Isa& isa) {
     u.grad_dtype = static_cast<DType>(h.grad_dtype);
     u.out_dtype = static_cast<DType>(h.out_dtype);
     u.stream_out = h.stream_out != 0;
+    u.unscale = h.unscale;
     u.grad_scale = h.grad_scale;
     const float* s = h.scalars;
     u.scalars = {s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8], h.l2_mode != 0};

@@ -39,6 +39,7 @@ class Piece(NamedTuple):
     exp_avg_sq: torch.Tensor
     grad: torch.Tensor
     scalars: AdamScalars
+    unscale: float = 1.0
     grad_scale: float = 1.0
     out: torch.Tensor | None = None
 
@@ -65,6 +66,7 @@ def adamw(
     exp_avg_sq: torch.Tensor,
     grad: torch.Tensor,
     scalars: AdamScalars,
+    unscale: float = 1.0,
     grad_scale: float = 1.0,
     out: torch.Tensor | None = None,
     threads: int | None = None,
@@ -77,7 +79,8 @@ def adamw(
         exp_avg_sq: float32 or bfloat16.
         grad: float32, bfloat16 or float16; only read.
         scalars: the step's scalars.
-        grad_scale: finite factor on the grad, rounded to float32.
+        unscale: finite first factor on the grad, rounded to float32.
+        grad_scale: second factor, likewise.
         out: receives the new params, rounded to its dtype: float32, bfloat16 or float16.
         threads: size of the pool; None or 0 means this rank's share of the allowed CPUs.
 
@@ -85,7 +88,7 @@ def adamw(
         TypeError: wrong type or dtype; the argument is named, as below.
         ValueError: wrong device, shape, layout or alignment, overlap, or a value that is not finite.
     """
-    pool(threads).run([_addresses(param, exp_avg, exp_avg_sq, grad, scalars, grad_scale, out)])
+    pool(threads).run([_addresses(param, exp_avg, exp_avg_sq, grad, scalars, unscale, grad_scale, out)])
 
 
 def adamw_pieces(pieces: Iterable[Piece], threads: int | None = None) -> None:
@@ -115,6 +118,7 @@ def _addresses(
     exp_avg_sq: torch.Tensor,
     grad: torch.Tensor,
     scalars: AdamScalars,
+    unscale: float = 1.0,
     grad_scale: float = 1.0,
     out: torch.Tensor | None = None,
 ) -> tuple:
@@ -139,6 +143,7 @@ def _addresses(
         grad_dtype,
         out_dtype,
         scalars,
+        unscale,
         grad_scale,
     )
 

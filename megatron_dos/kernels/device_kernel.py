@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_dos.kernels import AdamScalars, cpu, elementwise_adam, library_adam, operands
+from megatron_dos.kernels import AdamScalars, cpu, elementwise_adam, library_adam
 
 __all__ = ["NAMES", "DeviceKernel", "select"]
 
@@ -112,6 +112,4 @@ def _on_host(
     grad_scale: float = 1.0,
     out: torch.Tensor | None = None,
 ) -> None:
-    """The C++ kernel, which takes one factor; the other goes into a copy of the grad."""
-    grad = operands.scaled_grad(grad, operands.factor("unscale", unscale), 1.0) if unscale != 1.0 else grad
-    cpu.adamw(param, exp_avg, exp_avg_sq, grad, scalars, grad_scale, out, threads)
+    cpu.adamw(param, exp_avg, exp_avg_sq, grad, scalars, unscale, grad_scale, out, threads)

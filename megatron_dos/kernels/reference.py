@@ -49,6 +49,7 @@ def adamw(
     exp_avg_sq: np.ndarray,
     grad: np.ndarray,
     scalars: AdamScalars,
+    unscale: float = 1.0,
     grad_scale: float = 1.0,
     out: np.ndarray | None = None,
 ) -> None:
@@ -60,13 +61,14 @@ def adamw(
         exp_avg_sq: float32, or uint16 bits of bfloat16.
         grad: float32, float16, or uint16 bits of bfloat16; only read.
         scalars: the step's scalars.
-        grad_scale: factor on the grad, rounded to float32.
+        unscale: first factor on the grad, rounded to float32.
+        grad_scale: second factor, likewise.
         out: receives the new params rounded to its dtype: float32, float16, or uint16 for bfloat16.
     """
     f32 = np.float32
     s = scalars
     with np.errstate(all="ignore"):
-        g = to_float32(grad) * f32(grad_scale)
+        g = to_float32(grad) * f32(unscale) * f32(grad_scale)
         if s.l2_mode:
             g = g + f32(s.weight_decay) * param
         m = f32(s.beta1) * to_float32(exp_avg) + f32(s.one_minus_beta1) * g

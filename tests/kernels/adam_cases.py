@@ -57,12 +57,20 @@ class Case:
     out: np.ndarray | None
     scalars: AdamScalars
     grad_scale: float
+    unscale: float = 1.0
 
     def expected(self) -> Case:
         """The same case after the reference's step."""
         done = copy.deepcopy(self)
         reference.adamw(
-            done.param, done.exp_avg, done.exp_avg_sq, done.grad, done.scalars, done.grad_scale, out=done.out
+            done.param,
+            done.exp_avg,
+            done.exp_avg_sq,
+            done.grad,
+            done.scalars,
+            done.unscale,
+            done.grad_scale,
+            done.out,
         )
         return done
 
@@ -103,6 +111,7 @@ def make_case(
     l2_mode: bool = False,
     special: float = 0.2,
     grad_scale: float = 1.0,
+    unscale: float = 1.0,
 ) -> Case:
     """A case of `numel` elements; about `special` of the inputs are special values."""
     magnitude = np.exp2(rng.integers(-130, 20, numel)).astype(np.float32)
@@ -118,6 +127,7 @@ def make_case(
         out=None if out is None else np.full(numel, 0x5A5A, np.uint16).astype(DTYPES[out][0]),
         scalars=random_scalars(rng, l2_mode),
         grad_scale=grad_scale,
+        unscale=unscale,
     )
 
 
@@ -150,17 +160,18 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def run_on_tensors(case: Case, run, offsets: dict[str, int] | None = None) -> Case:
-    """`run(param, exp_avg, exp_avg_sq, grad, scalars, grad_scale, out)` on tensor copies; checks their neighbours."""
+    """A kernel that takes what `kernels.device_kernel.DeviceKernel` takes, on tensor copies; checks their neighbours."""
     offsets = offsets or {}
     names = ("param", "exp_avg", "exp_avg_sq", "grad")
     tensors = {name: as_tensor(getattr(case, name), offsets.get(name, 0)) for name in names}
     out = None if case.out is None else as_tensor(case.out, offsets.get("out", 0))
-    run(*tensors.values(), case.scalars, case.grad_scale, out)
+    run(*tensors.values(), case.scalars, case.unscale, case.grad_scale, out)
     for name, tensor in {**tensors, "out": out}.items():
         assert tensor is None or neighbours_intact(tensor), f"memory around {name} was written"
     result = {name: as_array(tensor) for name, tensor in tensors.items()}
     assert (bits(result["grad"]) == bits(case.grad)).all(), "grad was written"
-    return Case(**result, out=None if out is None else as_array(out), scalars=case.scalars, grad_scale=case.grad_scale)
+    out = None if out is None else as_array(out)
+    return Case(**result, out=out, scalars=case.scalars, grad_scale=case.grad_scale, unscale=case.unscale)
 
 
 def assert_same_bits(actual: Case, expected: Case) -> None:

@@ -37,7 +37,7 @@ def test_every_length_and_alignment_gives_the_bits_of_the_reference(isa):
 def test_any_number_of_threads_gives_the_bits_of_the_reference(isa, threads, out):
     """Large enough to be cut into parts and to write the output past the caches."""
     rng = np.random.default_rng(threads)
-    case = make_case(rng, 7 * 65536 + 5, "bfloat16", out, grad_scale=0.37)
+    case = make_case(rng, 7 * 65536 + 5, "bfloat16", out, grad_scale=0.37, unscale=1 / 1000)
 
     def run(*arguments):
         cpu.adamw(*arguments, threads=threads)
@@ -52,18 +52,20 @@ def test_any_split_into_pieces_and_any_order_gives_the_same_bits(isa, threads):
     case = make_case(rng, numel, "float16", "bfloat16", grad_scale=1.5)
     cuts = [0, *sorted(int(cut) for cut in rng.integers(0, numel, 40)), numel]
 
-    def run_as_one_job(param, exp_avg, exp_avg_sq, grad, scalars, grad_scale, out):
+    def run_as_one_job(param, exp_avg, exp_avg_sq, grad, scalars, unscale, grad_scale, out):
         pieces = [
-            cpu.Piece(*(t[low:high] for t in (param, exp_avg, exp_avg_sq, grad)), scalars, grad_scale, out[low:high])
+            cpu.Piece(
+                *(t[low:high] for t in (param, exp_avg, exp_avg_sq, grad)), scalars, unscale, grad_scale, out[low:high]
+            )
             for low, high in itertools.pairwise(cuts)
         ]
         rng.shuffle(pieces)
         cpu.adamw_pieces((cpu.Piece(*piece) for piece in pieces), threads=threads)
 
-    def run_one_by_one(param, exp_avg, exp_avg_sq, grad, scalars, grad_scale, out):
+    def run_one_by_one(param, exp_avg, exp_avg_sq, grad, scalars, unscale, grad_scale, out):
         for low, high in rng.permutation(list(itertools.pairwise(cuts))):
             tensors = (t[low:high] for t in (param, exp_avg, exp_avg_sq, grad))
-            cpu.adamw(*tensors, scalars, grad_scale, out[low:high], threads=threads)
+            cpu.adamw(*tensors, scalars, unscale, grad_scale, out[low:high], threads=threads)
 
     expected = case.expected()
     assert_same_bits(run_on_tensors(case, run_as_one_job), expected)
@@ -80,7 +82,7 @@ def test_pieces_of_one_job_have_their_own_scalars_and_dtypes(isa):
     tensors = [[as_tensor(a) for a in (c.param, c.exp_avg, c.exp_avg_sq, c.grad)] for c in cases]
     outs = [None if case.out is None else as_tensor(case.out) for case in cases]
     cpu.adamw_pieces(
-        cpu.Piece(*arrays, case.scalars, case.grad_scale, out)
+        cpu.Piece(*arrays, case.scalars, case.unscale, case.grad_scale, out)
         for arrays, case, out in zip(tensors, cases, outs, strict=True)
     )
     for arrays, case, out in zip(tensors, cases, outs, strict=True):

@@ -20,6 +20,7 @@ def arguments(**change) -> dict:
         "exp_avg_sq": torch.ones(N),
         "grad": torch.ones(N),
         "scalars": GOOD,
+        "unscale": 1.0,
         "grad_scale": 1.0,
         "out": torch.ones(N, dtype=torch.bfloat16),
     }
@@ -161,9 +162,9 @@ def test_cpus_that_do_not_exist_are_refused_by_name(cpus):
         _cpp_adam.Pool(2, cpus)
 
 
-# Straight calls of the C++ interface: a piece is a tuple of addresses, count, dtype codes, scalars and grad_scale.
+# Straight calls of the C++ interface: a piece is a tuple of addresses, count, dtype codes, scalars and two factors.
 FIELDS = (*("param", "exp_avg", "exp_avg_sq", "grad", "out", "count"), *("exp_avg_dtype", "exp_avg_sq_dtype"))
-FIELDS += ("grad_dtype", "out_dtype", "scalars", "grad_scale")
+FIELDS += ("grad_dtype", "out_dtype", "scalars", "unscale", "grad_scale")
 
 
 @pytest.mark.parametrize(
@@ -201,7 +202,7 @@ def test_wrong_fields_of_a_raw_piece_are_refused_by_name(field, value, named):
             call([tuple(piece)])
 
 
-@pytest.mark.parametrize("pieces", [None, 3, ((),), [()], [None], [(1, 2, 3)], [[0] * 12]])
+@pytest.mark.parametrize("pieces", [None, 3, ((),), [()], [None], [(1, 2, 3)], [[0] * 13]])
 def test_raw_pieces_that_are_no_list_of_tuples_are_refused(pieces):
     with pytest.raises(TypeError, match="pieces"):
         cpu.pool(2).run(pieces)

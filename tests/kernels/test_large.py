@@ -66,7 +66,9 @@ def test_elements_beyond_two_to_the_31_are_updated(threads):
             array.last(getattr(case, name).dtype)[:] = getattr(case, name)
         half = int(DType.BFLOAT16)
         addresses = [array.address for array in arrays.values()]
-        cpu.pool(threads).run([(*addresses, NUMEL, half, half, half, half, case.scalars, case.grad_scale)])
+        cpu.pool(threads).run(
+            [(*addresses, NUMEL, half, half, half, half, case.scalars, case.unscale, case.grad_scale)]
+        )
         for name in expected.arrays():
             getattr(case, name)[:] = arrays[name].last(getattr(case, name).dtype)
     finally:

@@ -46,9 +46,9 @@ def replay(command: list[str], cases: list, isa: str, folder: Path) -> None:
         for case, (grad, out, exp_avg, exp_avg_sq) in cases:
             s = case.scalars
             floats = (s.beta1, s.one_minus_beta1, s.beta2, s.one_minus_beta2, s.eps, s.decay, s.step_size)
-            floats += (s.rsqrt_bias_correction2, s.weight_decay, case.grad_scale)
+            floats += (s.rsqrt_bias_correction2, s.weight_decay, case.unscale, case.grad_scale)
             codes = (CODES[exp_avg], CODES[exp_avg_sq], CODES[grad], CODES[out])
-            file.write(struct.pack("=q4i2i10f", case.param.size, *codes, s.l2_mode, True, *floats))
+            file.write(struct.pack("=q4i2i11f", case.param.size, *codes, s.l2_mode, True, *floats))
             for array in (case.param, case.exp_avg, case.exp_avg_sq, case.grad):
                 file.write(array.tobytes())
     subprocess.run([*command, "replay", str(inputs), str(outputs), isa], check=True)
@@ -79,6 +79,7 @@ def test_neon_gives_the_bits_of_the_reference_under_qemu(isa, tmp_path):
                         numel = int(rng.integers(0, 600))
                         case = make_case(rng, numel, grad, out, exp_avg, exp_avg_sq, l2_mode, grad_scale=0.7)
                         case.grad_scale = float(np.float32(case.grad_scale))
+                        case.unscale = float(np.float32(1 / 3))
                         cases.append((case, (grad, out, exp_avg, exp_avg_sq)))
     replay(["qemu-aarch64", str(CPP_ADAM / "build/neon/test_adam")], cases, isa, tmp_path)
 
