@@ -84,7 +84,6 @@ _TENSOR_TYPE = torch.Tensor.type
 _TENSOR_TO = torch.Tensor.to
 _TENSOR_NUMPY = torch.Tensor.numpy
 _TENSOR_ARRAY = torch.Tensor.__array__
-_HOST_DEVICE = torch.device("cpu")
 _STAND_IN_DEVICE = torch.device("cpu", 0)
 _no_dispatch = torch._C.DisableTorchFunctionSubclass
 
@@ -140,10 +139,10 @@ def _tensors_in(value: Any) -> Iterable[torch.Tensor]:
 def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return function(value)
-    if type(value) in (list, tuple):
-        return type(value)(_map_tensors(item, function) for item in value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_map_tensors(item, function) for item in value))
+    if isinstance(value, tuple) or type(value) is list:  # tuples of torch.return_types among them
+        return type(value)([_map_tensors(item, function) for item in value])
     if type(value) is dict:
         return {key: _map_tensors(item, function) for key, item in value.items()}
     return value
@@ -154,20 +153,35 @@ _CROSSING = {
     torch.Tensor.copy_,
     torch.Tensor.data.__set__,
     torch.Tensor.set_,
-    torch.Tensor.__getitem__,  # with host indices into a device tensor
     torch.Tensor.__setitem__,
+    torch.Tensor.is_set_to,
+    torch.Tensor.is_same_size,
+    torch._has_compatible_shallow_copy_type,  # Module.cuda() and .cpu() ask it
+}
+# These take host indices into a device tensor, but not the other way round.
+_INDEXING = {
+    torch.Tensor.__getitem__,
     torch.Tensor.index_put,
     torch.Tensor.index_put_,
     torch.index_put,
     torch.index_put_,
-    torch.Tensor.is_set_to,
-    torch.Tensor.view_as,  # these ask the other tensor for its shape only
-    torch.Tensor.expand_as,
-    torch.Tensor.reshape_as,
-    torch.Tensor.is_same_size,
-    torch.broadcast_tensors,
-    torch.Tensor.__deepcopy__,
 }
+# These ask the other tensor for its shape only.
+_SHAPING = {torch.Tensor.view_as, torch.Tensor.expand_as, torch.Tensor.reshape_as}
+
+
+def _may_mix(func: Callable, args: Any, host: list[torch.Tensor]) -> bool:
+    """Whether a GPU would take these host tensors together with device tensors."""
+    if func in _CROSSING:
+        return True
+    if func in _INDEXING:
+        return not _host_mark(args[0])
+    return all(tensor.dim() == 0 for tensor in host)
+
+
+def _name_of(func: Callable) -> str:
+    owner = getattr(func, "__self__", None)  # getters and setters are methods of their property
+    return getattr(owner, "__name__", None) or getattr(func, "__qualname__", None) or repr(func)
 
 
 class HostTensor(torch.Tensor):
@@ -178,16 +192,15 @@ class HostTensor(torch.Tensor):
         kwargs = kwargs or {}
         with _no_dispatch():
             inputs = [tensor for tensor in _tensors_in((args, kwargs)) if _on_cpu(tensor)]
+            if func in _SHAPING:
+                inputs = inputs[:1]
             host = [tensor for tensor in inputs if _host_mark(tensor)]
             device = [tensor for tensor in inputs if not _host_mark(tensor)]
-            # As on a GPU, a 0-dim host tensor goes with device tensors; nothing else mixes.
-            if device and any(tensor.dim() > 0 for tensor in host) and func not in _CROSSING:
-                name = getattr(func, "__qualname__", None) or getattr(func, "__name__", repr(func))
-                owner = getattr(getattr(func, "__self__", None), "__name__", None)  # property getters and setters
+            if device and host and not _may_mix(func, args, host):
                 raise RuntimeError(
-                    f"{owner or name}: Expected all tensors to be on the same device, but found host tensors of shape "
-                    f"{[tuple(t.shape) for t in host]} together with device tensors of shape "
-                    f"{[tuple(t.shape) for t in device]}. Copy one with .cpu(), .cuda() or copy_() first."
+                    f"{_name_of(func)}: Expected all tensors to be on the same device, but found host tensors of shape "
+                    f"{[tuple(tensor.shape) for tensor in host]} together with device tensors of shape "
+                    f"{[tuple(tensor.shape) for tensor in device]}. Copy one with .cpu(), .cuda() or copy_() first."
                 )
             new_mark = None if device or not host else "pageable"
             result = func(*args, **kwargs)
@@ -207,11 +220,9 @@ class HostTensor(torch.Tensor):
             return self.detach().as_subclass(torch.Tensor).requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
+        # torch's own would make a plain tensor of it. Views of one storage become separate copies here.
         if id(self) not in memo:
-            mark = _host_mark(self) or "pageable"
-            with _no_dispatch():
-                plain = self.detach().as_subclass(torch.Tensor).requires_grad_(self.requires_grad)
-                memo[id(self)] = _as_host(copy.deepcopy(plain, memo), mark)
+            memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
         return memo[id(self)]
 
 
@@ -250,7 +261,7 @@ def _factory(make: Callable, inherits: bool) -> Callable:
         elif kind:
             kwargs["device"] = "cpu"
         if kind == "host" and make.__name__ in _RANDOM_FACTORIES:  # [Note: two generators]
-            kwargs.setdefault("generator", _host_generator)
+            kwargs["generator"] = kwargs.get("generator") or _host_generator
         pinned = kwargs.pop("pin_memory", False)  # page-locking needs a driver: the mark remembers the request
         if pinned and kind != "host":
             raise RuntimeError(f"{make.__name__}: only host tensors can be pinned, not device={kwargs.get('device')!r}")
@@ -816,13 +827,16 @@ def _build_cuda() -> types.ModuleType:
         "memory": _module("torch.cuda.memory", memory),
         "nvtx": _module("torch.cuda.nvtx", nvtx),
         "amp": _real_cuda.amp,  # plain Python around torch.amp, which works on a CPU
-        # torch.distributed.checkpoint imports it; its functions ask for torch.cuda.cudart, which is refused.
-        "_pin_memory_utils": importlib.import_module("torch.cuda._pin_memory_utils"),
     }
+    if importlib.util.find_spec("torch.cuda._pin_memory_utils"):
+        # torch.distributed.checkpoint imports it; its functions ask for torch.cuda.cudart, which is refused.
+        submodules["_pin_memory_utils"] = importlib.import_module("torch.cuda._pin_memory_utils")
     sys.modules.update({f"torch.cuda.{name}": module for name, module in submodules.items()})
     tensor_types = {name: _TensorType(name, (), {"__module__": "torch.cuda"}) for name in _DTYPES}
-    errors = {"OutOfMemoryError": torch.OutOfMemoryError}
-    return _module("torch.cuda", {**random, **memory, **devices, **streams, **submodules, **tensor_types, **errors})
+    errors = {"OutOfMemoryError": _real_cuda.OutOfMemoryError}
+    return _module(
+        "torch.cuda", {**random, **memory, **devices, **streams, **submodules, **tensor_types, **errors}
+    )
 
 
 # ---- Putting it in place --------------------------------------------------------------------------------------------
@@ -863,6 +877,7 @@ def activate(force: bool = False) -> None:
     _replace_host_random()
     _replace_accelerator()
     _replace_tensor_methods()
+    _replace_parameter_methods()
     _replace_data_loading()
 
 
@@ -894,9 +909,10 @@ def _replace_accelerator() -> None:
         "synchronize": _nothing,
         "empty_cache": _nothing,
     }
+    module = getattr(torch, "accelerator", None)  # from torch 2.6 on
     for name, replacement in replacements.items():
-        if hasattr(torch.accelerator, name):
-            setattr(torch.accelerator, name, replacement)
+        if hasattr(module, name):
+            setattr(module, name, replacement)
 
 
 def _replace_tensor_methods() -> None:
@@ -921,16 +937,35 @@ def _replace_tensor_methods() -> None:
     torch.Tensor.__array__ = _tensor_array
     torch.Tensor.record_stream = _tensor_record_stream
 
-    make_parameter = torch.nn.Parameter.__new__
 
-    def parameter(cls: type, data: torch.Tensor | None = None, requires_grad: bool = True) -> torch.nn.Parameter:
-        # A real Parameter also over host memory: Module.cuda() later gives the same object device memory.
+def _replace_parameter_methods() -> None:
+    """A Parameter over host memory is a plain Parameter: Module.cuda() later gives the same object device memory.
+
+    What is taken out of it is a HostTensor again; arithmetic on the Parameter itself is not seen, and counts as a
+    device's, since torch asks no __torch_function__ of Parameters.
+    """
+    parameter = torch.nn.Parameter
+    make = parameter.__new__
+
+    def new(cls: type, data: torch.Tensor | None = None, requires_grad: bool = True) -> torch.nn.Parameter:
         if isinstance(data, HostTensor):
             with _no_dispatch():
                 data = data.detach().as_subclass(torch.Tensor)
-        return make_parameter(cls, data, requires_grad)
+        return make(cls, data, requires_grad)
 
-    torch.nn.Parameter.__new__ = parameter
+    def taking_out(method: Callable) -> Callable:
+        @functools.wraps(method)
+        def wrapper(self: torch.nn.Parameter, *args: Any, **kwargs: Any) -> torch.Tensor:
+            result = method(self, *args, **kwargs)
+            return _as_host(result, _host_mark(result) or "pageable") if _host_mark(self) else result
+
+        return wrapper
+
+    parameter.__new__ = new
+    for name in ("clone", "contiguous", "detach", "double", "float", "half", "bfloat16"):
+        setattr(parameter, name, taking_out(getattr(torch.Tensor, name)))
+    data = torch.Tensor.data
+    parameter.data = property(taking_out(lambda self: data.__get__(self)), data.__set__)
 
 
 def _replace_data_loading() -> None:

@@ -11,7 +11,7 @@ one per parameter shard, so a small tensor that answers the same question can st
   - number of zeros: as many zeros as the shard holds, behind that 1.0.
 
 The factors found this way are applied where the update reads the grad, in FP32 and in Megatron's order: unscale
-when the grad is cast, clip inside the update. Every result has the bits of the up-casting path.
+first, then clip. Every result has the bits of the up-casting path.
 """
 
 from __future__ import annotations
@@ -27,26 +27,27 @@ class LowPrecisionGrads:
     """The 16-bit grads of one step and the stand-ins Megatron's grad code sees in their place.
 
     Attributes:
-        inv_scale: FP32 device tensor of one element that unscales the grads, or None without loss scaling.
+        unscale: the inverse loss scale of the step, by which the grads are still to be multiplied; 1.0 without
+            loss scaling, and when all grads are FP32.
     """
 
     def __init__(self) -> None:
         self._grads: dict[int, torch.Tensor] = {}  # shard index -> flat 16-bit view into Megatron's grad buffer
         self._clips: dict[int, torch.Tensor] = {}
         self._shard_of: dict[int, int] = {}  # id of a clip stand-in -> shard index
-        self.inv_scale: torch.Tensor | None = None
+        self._inv_scale: torch.Tensor | None = None
+        self.unscale = 1.0
 
     def collect(self, shards: Sequence[torch.Tensor], inv_scale: torch.Tensor | None, count_zeros: bool) -> None:
         """Take the 16-bit grads of `shards` and put stand-ins into their `decoupled_grad` attribute.
 
         Args:
             shards: parameter shards whose `decoupled_grad` is the reduced grad, in the dtype of the grad buffer.
-            inv_scale: the inverse loss scale of this step. The grad scaler changes its scale before the update
-                runs, so it is kept here.
+            inv_scale: the inverse loss scale of this step, an FP32 device tensor of one element, or None. The grad
+                scaler changes its scale before the update runs, so it is kept here.
             count_zeros: whether the stand-ins have to answer Megatron's count of zeros.
         """
         self.clear()
-        self.inv_scale = inv_scale
         for index, shard in enumerate(shards):
             grad = shard.decoupled_grad
             if grad is None or grad.dtype == torch.float32:
@@ -58,13 +59,15 @@ class LowPrecisionGrads:
             self._grads[index] = grad
             self._clips[index] = clip
             self._shard_of[id(clip)] = index
+        if self._grads and inv_scale is not None:
+            self._inv_scale, self.unscale = inv_scale, inv_scale.item()
 
     def clear(self) -> None:
         """Forget the step's grads."""
         self._grads.clear()
         self._clips.clear()
         self._shard_of.clear()
-        self.inv_scale = None
+        self._inv_scale, self.unscale = None, 1.0
 
     def grad(self, index: int) -> torch.Tensor | None:
         """The 16-bit grad of shard `index`, or None when its grad is FP32."""
@@ -86,8 +89,8 @@ class LowPrecisionGrads:
 
     def _norm(self, index: int) -> torch.Tensor:
         grad = self._grads[index].float()
-        if self.inv_scale is not None:
-            grad.mul_(self.inv_scale)
+        if self._inv_scale is not None:
+            grad.mul_(self._inv_scale)
         return torch.norm(grad).reshape(1)
 
     def clip_factors(self) -> dict[int, float]:

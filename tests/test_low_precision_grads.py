@@ -51,7 +51,7 @@ def test_norm_and_clip_have_the_bits_of_the_upcasting_path(dtype, inv_scale):
     for index, numel in enumerate(SHAPES):
         grad = low.grad(index).float()
         if inv is not None:
-            grad.mul_(low.inv_scale)
+            grad.mul_(low.unscale)
         assert torch.equal(grad * factors[index], upcast[index] * factor)
         assert grad.numel() == numel
         assert torch.equal(low.grad(index), copies[index])  # the buffer is left as it was
@@ -87,8 +87,8 @@ def test_the_inverse_scale_is_that_of_the_collected_step():
     low = LowPrecisionGrads()
     inv = torch.tensor([0.25])
     low.collect(shards_with_grads(torch.float16), inv, count_zeros=False)
-    assert low.inv_scale is inv
+    assert low.unscale == 0.25
     low.clear()
-    assert low.inv_scale is None
+    assert low.unscale == 1.0
     assert low.clip_factors() == {}
     assert low.grad(0) is None

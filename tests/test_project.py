@@ -25,7 +25,8 @@ LAYERS = {
     "low_precision_grads": set(),
     "arguments": set(),
     "device": {"schedule"},
-    "engine": {"device", "kernels", "partition", "schedule", "states"},
+    "operations": {"engine", "kernels", "partition", "schedule"},
+    "engine": {"device", "kernels", "operations", "partition", "schedule", "states"},
     "optimizer": {"arguments", "engine", "kernels", "low_precision_grads", "partition"},
 }
 """Module or folder of the package -> the others that it may import. What is not named here may import all but

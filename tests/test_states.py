@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_dos import states
-from megatron_dos.engine import UpdateEngine, host_bytes, staging_bytes
+from megatron_dos.engine import EngineOptions, UpdateEngine, host_bytes, staging_bytes
 from megatron_dos.partition import OwnedRange, partition
 
 
@@ -24,7 +24,7 @@ def test_the_engine_allocates_nothing_when_it_refuses(monkeypatch):
     monkeypatch.setattr(states.HostStates, "__init__", lambda *a: pytest.fail("allocated"))
     parts = partition([OwnedRange(0, (0, 0), 0, 4096)], 1024)
     with pytest.raises(states.HostMemoryError):
-        UpdateEngine(parts, [torch.zeros(4096)], threads=1)
+        UpdateEngine(parts, [torch.zeros(4096)], EngineOptions(threads=1))
 
 
 def test_a_container_limit_below_the_machine_counts(monkeypatch, tmp_path):
@@ -41,10 +41,10 @@ def test_a_container_limit_below_the_machine_counts(monkeypatch, tmp_path):
 
 def test_states_take_12_bytes_a_parameter_and_staging_is_bounded():
     numel, size = 1_000_000, 10_000
-    engine = UpdateEngine(partition([OwnedRange(0, (0, 0), 0, numel)], size), [torch.zeros(numel)], threads=1)
+    engine = UpdateEngine(partition([OwnedRange(0, (0, 0), 0, numel)], size), [torch.zeros(numel)], EngineOptions(threads=1))
     slabs = [engine.states.master, engine.states.exp_avg, engine.states.exp_avg_sq]
     assert sum(slab.untyped_storage().nbytes() for slab in slabs) == 12 * numel
-    slots = engine._host_grads + engine._host_params
+    slots = engine.host_grads + engine.host_params
     assert sum(slot.untyped_storage().nbytes() for slot in slots) == staging_bytes(engine.partition) == 2 * size * 8
     assert host_bytes(engine.partition) == 12 * numel + staging_bytes(engine.partition)
 

@@ -370,6 +370,8 @@ def _explain(case: dict[str, Any], folder: Path, outcome: dict[str, Any]) -> str
     what = f"{case['kind']} of {case['ranks']} rank(s), logs in {folder}"
     if errors:
         _, rank, text = errors[0]
+        if text.strip().splitlines()[-1].startswith("SystemExit"):  # argparse has said why, and then exited
+            text += _tail(folder / f"rank{rank}.log", lines=60)
         others = "".join(f"\nthen rank {other}: {more.strip().splitlines()[-1]}" for _, other, more in errors[1:])
         return f"{what}: rank {rank} failed:\n{text}{others}"
     logs = "\n".join(f"-- the end of rank {rank}'s log:\n{_tail(folder / f'rank{rank}.log')}"

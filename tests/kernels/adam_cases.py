@@ -160,7 +160,7 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def run_on_tensors(case: Case, run, offsets: dict[str, int] | None = None) -> Case:
-    """A kernel that takes what `kernels.device_kernel.DeviceKernel` takes, on tensor copies; checks their neighbours."""
+    """A kernel with the arguments of `kernels.device_kernel.DeviceKernel` on tensor copies; checks their neighbours."""
     offsets = offsets or {}
     names = ("param", "exp_avg", "exp_avg_sq", "grad")
     tensors = {name: as_tensor(getattr(case, name), offsets.get(name, 0)) for name in names}
