@@ -61,6 +61,22 @@ class DosOptions:
     """Threads with which this rank updates its subgroups on the CPU. 0 takes this rank's share of the cores
     that it may use."""
 
+    dos_gpu_share: float = field(default=-1.0, metadata={"metavar": "SHARE"})
+    """Share of the parameters, 0 to 1, whose states are streamed through the GPU and updated there; the CPU updates
+    the others at the same time. The result is the same to the bit for every share. -1 chooses it automatically: half
+    where there is a GPU, nothing where there is none."""
+
+    dos_update_stride: int = field(default=0, metadata={"metavar": "K", "maximum": 2**20})
+    """Update one subgroup in K on the GPU, as in the published system, instead of a share. 0 is off."""
+
+    dos_gpu_kernel: str = field(default="auto", metadata={"choices": ("auto", "triton", "te", "apex", "torch")})
+    """Kernel of the updates on the GPU: triton, or auto, which does without Triton where that is missing; both give
+    the bits of the CPU kernel. te (Transformer Engine), apex and torch round in their own way."""
+
+    dos_grad_transfer: str = field(default="fp32", metadata={"choices": ("fp32", "model")})
+    """How gradients go to the CPU: fp32 converts them on the GPU, model sends them in their own dtype and converts
+    them inside the CPU update. The result is the same to the bit."""
+
     log_params_norm: bool = field(default=False, metadata={"of_megatron": True})
     """Megatron's --log-params-norm, which its optimizer has to know of here: the norm is that of the FP32 master
     parameters, and these are not on the GPU."""
@@ -68,6 +84,11 @@ class DosOptions:
     def __post_init__(self) -> None:
         for option in dataclasses.fields(self):
             _check_value(option, getattr(self, option.name))
+        if self.dos_update_stride and self.dos_gpu_share >= 0:
+            raise UnsupportedOptionError(
+                f"--dos-update-stride {self.dos_update_stride} and --dos-gpu-share {self.dos_gpu_share} both say what "
+                "the GPU updates. Drop one of them."
+            )
 
     @classmethod
     def from_args(cls, args: Any) -> DosOptions:
@@ -88,14 +109,19 @@ class DosOptions:
 def _check_value(option: dataclasses.Field, value: Any) -> None:
     flag, kind = _flag(option.name), DosOptions.types()[option.name]
     # bool is a subclass of int, and True is no number of threads.
-    if type(value) is not kind:
+    if type(value) is not kind and not (kind is float and type(value) is int):
         raise UnsupportedOptionError(f"{flag} takes {_NAMES[kind]}, not {value!r}.")
+    choices = option.metadata.get("choices")
+    if choices is not None and value not in choices:
+        raise UnsupportedOptionError(f"{flag} {value} is not known: give one of {', '.join(choices)}.")
+    if kind is float and not (value == -1 or 0 <= value <= 1):
+        raise UnsupportedOptionError(f"{flag} {value} is out of range: give -1 (automatic) or a number from 0 to 1.")
     maximum = option.metadata.get("maximum")
     if maximum is not None and not 0 <= value <= maximum:
         raise UnsupportedOptionError(f"{flag} {value} is out of range: give 0 (automatic) or 1 to {maximum}.")
 
 
-_NAMES = {bool: "True or False", int: "a whole number"}
+_NAMES = {bool: "True or False", int: "a whole number", float: "a number", str: "a name"}
 
 
 def _flag(name: str) -> str:
@@ -135,6 +161,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         settings: dict[str, Any] = {"default": option.default, "help": docs[option.name].replace("%", "%%")}
         if kinds[option.name] is bool:
             settings["action"] = "store_true"
+        elif "choices" in option.metadata:
+            settings["choices"] = option.metadata["choices"]
         else:
             settings.update(type=kinds[option.name], metavar=option.metadata["metavar"])
         group.add_argument(_flag(option.name), **settings)

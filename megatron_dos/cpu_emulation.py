@@ -834,9 +834,7 @@ def _build_cuda() -> types.ModuleType:
     sys.modules.update({f"torch.cuda.{name}": module for name, module in submodules.items()})
     tensor_types = {name: _TensorType(name, (), {"__module__": "torch.cuda"}) for name in _DTYPES}
     errors = {"OutOfMemoryError": _real_cuda.OutOfMemoryError}
-    return _module(
-        "torch.cuda", {**random, **memory, **devices, **streams, **submodules, **tensor_types, **errors}
-    )
+    return _module("torch.cuda", {**random, **memory, **devices, **streams, **submodules, **tensor_types, **errors})
 
 
 # ---- Putting it in place --------------------------------------------------------------------------------------------

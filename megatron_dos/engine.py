@@ -18,7 +18,7 @@ from megatron_dos.device import HostDevice
 from megatron_dos.kernels import slab
 from megatron_dos.operations import StepInputs, StepOperations
 from megatron_dos.partition import Partition
-from megatron_dos.schedule import Program, SubgroupShape, build_program, mix
+from megatron_dos.schedule import Placement, Program, SubgroupShape, build_program, every_kth_on_device, mix
 from megatron_dos.states import BYTES_PER_PARAMETER, HostStates, require_host_memory
 
 __all__ = ["EngineOptions", "UpdateEngine", "host_bytes", "staging_bytes"]
@@ -36,6 +36,7 @@ class EngineOptions:
     Attributes:
         threads: worker threads of the CPU update.
         host_share: part of the elements that is updated on the CPU, 0 to 1; the rest is streamed through the device.
+        stride: stream one subgroup in `stride` through the device instead; 0 for the share.
         grads_as_fp32: send grads to the CPU as FP32, cast on the device; otherwise in their own dtype, cast by the
             CPU update. The bits of the result are the same.
         host_slots: staging slots of CPU subgroups; fewer where there are fewer subgroups.
@@ -44,6 +45,7 @@ class EngineOptions:
 
     threads: int
     host_share: Fraction | float = 1
+    stride: int = 0
     grads_as_fp32: bool = True
     host_slots: int = HOST_SLOTS
     device_slots: int = DEVICE_SLOTS
@@ -123,7 +125,13 @@ class UpdateEngine:
                 )
                 for subgroup in subgroups
             ],
-            mix([subgroup.numel for subgroup in subgroups], self.options.host_share),
+            self._placements(),
             host_slots=len(self.host_grads),
             device_slots=self.options.device_slots,
         )
+
+    def _placements(self) -> Sequence[Placement]:
+        subgroups, options = self.partition.subgroups, self.options
+        if options.stride:
+            return every_kth_on_device(len(subgroups), options.stride)
+        return mix([subgroup.numel for subgroup in subgroups], options.host_share)

@@ -66,9 +66,7 @@ class StepOperations:
         largest_cast = max((subgroups[index].numel for index in self._cast), default=0)
         # CPU subgroups that need no cast pass over their slot, so the first to need one may have any.
         last_slot = max((op.slot for op in program.ops if op.kind is OpKind.CAST_GRAD), default=-1)
-        self._grad_slots = [
-            torch.empty(largest_cast, dtype=torch.float32, device=device) for _ in range(last_slot + 1)
-        ]
+        self._grad_slots = [torch.empty(largest_cast, dtype=torch.float32, device=device) for _ in range(last_slot + 1)]
 
     def handlers(self) -> Mapping[OpKind, Callable[[Op], Any]]:
         """What to call for each kind of operation."""

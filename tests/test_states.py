@@ -41,7 +41,8 @@ def test_a_container_limit_below_the_machine_counts(monkeypatch, tmp_path):
 
 def test_states_take_12_bytes_a_parameter_and_staging_is_bounded():
     numel, size = 1_000_000, 10_000
-    engine = UpdateEngine(partition([OwnedRange(0, (0, 0), 0, numel)], size), [torch.zeros(numel)], EngineOptions(threads=1))
+    parts = partition([OwnedRange(0, (0, 0), 0, numel)], size)
+    engine = UpdateEngine(parts, [torch.zeros(numel)], EngineOptions(threads=1))
     slabs = [engine.states.master, engine.states.exp_avg, engine.states.exp_avg_sq]
     assert sum(slab.untyped_storage().nbytes() for slab in slabs) == 12 * numel
     slots = engine.host_grads + engine.host_params
