@@ -213,6 +213,7 @@ class Megatron:
         load: Path | None = None,
         save: Path | None = None,
         inspect: str | None = None,
+        prepare: str | None = None,
         keep_state: bool = True,
         environment: Mapping[str, str] | None = None,
         timeout_s: float = CASE_LIMIT_S,
@@ -230,6 +231,7 @@ class Megatron:
             inspect: "module:function", called in each rank with (point, model, optimizer, args) at the points
                 "start" (set up and loaded, before the first iteration), "step" (after each) and "end". What it returns,
                 if not None, is kept in RankResult.inspected[point]; tensors are copied.
+            prepare: "module:function", called without arguments in each rank before Megatron sets up.
             keep_state: keep the weights and states at the end.
             environment: environment variables of the ranks.
             timeout_s: after which the ranks are killed.
@@ -253,6 +255,7 @@ class Megatron:
             "optimizer": optimizer,
             "iterations": iterations,
             "inspect": inspect,
+            "prepare": prepare,
             "keep_state": keep_state,
         }
         return self._run(case, environment, timeout_s, reuse=not (load or save or inspect))

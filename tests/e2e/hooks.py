@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,3 +77,22 @@ def _step_with(model: Any, optimizer: Any, value: float) -> None:
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
+
+
+def use_adversarial_device() -> None:
+    """Run every step's program in random orders that only its streams and dependencies limit."""
+    from megatron_dos import optimizer
+    from megatron_dos.device.sim import SimDevice
+
+    optimizer.make_device = lambda device: SimDevice(seed=torch.distributed.get_rank())
+
+
+def change_share(point: str, model: Any, optimizer: Any, args: Any) -> Any:
+    """After each step another share of the parameters goes to the GPU, and another way for the grads."""
+    if point != "step":
+        return None
+    shares = (0, 1, 0.5, 0.25, 0.9)
+    for one in distributed_optimizers(optimizer):
+        step = one.optimizer.step_count
+        one._engine.options = replace(one._engine.options, host_share=shares[step % 5], grads_as_fp32=bool(step % 2))
+    return None
