@@ -22,7 +22,7 @@ def bfloat16_to_float32(bits: np.ndarray) -> np.ndarray:
 
 
 def float32_to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """float32 -> uint16 bits of the nearest bfloat16, ties to even; every NaN becomes 0x7FC0, as in torch."""
+    """float32 -> uint16 bits of the nearest bfloat16, ties to even; every NaN becomes the quiet NaN 0x7FC0."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     odd = (bits >> np.uint32(16)) & np.uint32(1)
     with np.errstate(over="ignore"):
@@ -31,7 +31,7 @@ def float32_to_bfloat16(values: np.ndarray) -> np.ndarray:
 
 
 def float32_to_float16(values: np.ndarray) -> np.ndarray:
-    """float32 -> nearest float16, ties to even, overflow to infinity; every NaN becomes 0x7E00."""
+    """float32 -> nearest float16, ties to even, overflow to infinity; every NaN becomes the quiet NaN 0x7E00."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         return np.where(np.isnan(values), np.array(0x7E00, dtype=np.uint16).view(np.float16), values.astype(np.float16))
 

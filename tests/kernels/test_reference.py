@@ -26,8 +26,8 @@ def test_bfloat16_rounding_is_that_of_torch_and_every_nan_is_the_quiet_one():
     ours = reference.float32_to_bfloat16(values)
     assert (ours[~nan] == of_torch[~nan]).all()
     assert (ours[nan] == 0x7FC0).all()
-    # torch's own NaN depends on whether a vector or a scalar loop met it; the NaN that is stored comes out the same.
-    assert torch.tensor([float(reference.NAN)]).bfloat16().isnan().all()
+    # torch's bits of a NaN depend on the CPU and on the length of the loop (0x7FC0 or 0xFFFF), so only that it is one.
+    assert torch.from_numpy(values[nan]).bfloat16().isnan().all()
 
 
 def test_float16_rounding_is_that_of_torch_and_every_nan_is_the_quiet_one():
