@@ -39,6 +39,7 @@ class EngineOptions:
         stride: stream one subgroup in `stride` through the device instead; 0 for the share.
         grads_as_fp32: send grads to the CPU as FP32, cast on the device; otherwise in their own dtype, cast by the
             CPU update. The bits of the result are the same.
+        last_bucket_first: update the buckets in the order in which the next forward pass needs them.
         host_slots: staging slots of CPU subgroups; fewer where there are fewer subgroups.
         device_slots: staging slots of streamed subgroups, taken during the step.
     """
@@ -47,6 +48,7 @@ class EngineOptions:
     host_share: Fraction | float = 1
     stride: int = 0
     grads_as_fp32: bool = True
+    last_bucket_first: bool = False
     host_slots: int = HOST_SLOTS
     device_slots: int = DEVICE_SLOTS
 
@@ -128,6 +130,7 @@ class UpdateEngine:
             self._placements(),
             host_slots=len(self.host_grads),
             device_slots=self.options.device_slots,
+            last_bucket_first=self.options.last_bucket_first,
         )
 
     def _placements(self) -> Sequence[Placement]:

@@ -12,6 +12,7 @@ all-gather, the checkpoint layouts and every process group stay Megatron's own c
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -25,6 +26,7 @@ from megatron_dos.kernels import AdamScalars, device_kernel
 from megatron_dos.kernels.threads import default_threads
 from megatron_dos.low_precision_grads import LowPrecisionGrads
 from megatron_dos.operations import StepInputs
+from megatron_dos.param_gather import EarlyParamGather, is_possible
 from megatron_dos.partition import Partition, automatic_subgroup_size, owned_ranges, partition
 
 __all__ = ["DeepStatesOptimizer", "HostAdam", "make_device"]
@@ -44,6 +46,7 @@ class HostAdam(torch.optim.Optimizer):
         owners: shard -> index of that shard in the engine.
         decoupled: AdamW when true, else the decay is added to the grad.
         low_precision: the step's grads that are not FP32.
+        early_gather: told of buckets whose params are written.
 
     `step_count` is the one step counter of this rank: there is none per group, subgroup or parameter.
     """
@@ -55,6 +58,7 @@ class HostAdam(torch.optim.Optimizer):
         owners: dict[torch.Tensor, int],
         decoupled: bool,
         low_precision: LowPrecisionGrads,
+        early_gather: EarlyParamGather | None = None,
     ) -> None:
         # torch would refuse shards of FP32 params, which are views that autograd knows: give it the groups after.
         super().__init__([{"params": []}], defaults={})
@@ -64,6 +68,7 @@ class HostAdam(torch.optim.Optimizer):
         self._owners = owners
         self._decoupled = decoupled
         self._low_precision = low_precision
+        self._early_gather = early_gather
         for shard, owner in owners.items():
             states = engine.owner_states(owner)
             self.state[shard] = {
@@ -102,14 +107,18 @@ class HostAdam(torch.optim.Optimizer):
                     raise RuntimeError("HostAdam.step: a parameter shard has no grad; prepare_grads() comes first")
                 scalars[owner], grads[owner] = of_group, grad
         count = len(self._owners)
-        self._engine.update(
-            StepInputs(
-                grads=[grads[i] for i in range(count)],
-                scalars=[scalars[i] for i in range(count)],
-                unscale=self._low_precision.unscale,
-                grad_scales=self._low_precision.clip_factors(),
-            )
+        inputs = StepInputs(
+            grads=[grads[i] for i in range(count)],
+            scalars=[scalars[i] for i in range(count)],
+            unscale=self._low_precision.unscale,
+            grad_scales=self._low_precision.clip_factors(),
         )
+        if self._early_gather is None:
+            self._engine.update(inputs)
+        else:
+            self._early_gather.begin()
+            self._engine.update(replace(inputs, release_bucket=self._early_gather.release))
+            self._early_gather.finish()
         self.step_count = step
 
     def state_dict(self) -> dict[str, Any]:
@@ -208,7 +217,8 @@ class DeepStatesOptimizer(DistributedOptimizer):
         ranges = owned_ranges(self.gbuf_ranges, self._owner_of)
         size = options.dos_subgroup_size or automatic_subgroup_size(sum(owned.numel for owned in ranges))
         subgroups = partition(ranges, size)
-        engine_options = _engine_options(options, self._device)
+        gathers_early = is_possible(config, self.ddp_config)
+        engine_options = replace(_engine_options(options, self._device), last_bucket_first=gathers_early)
         _announce(subgroups, engine_options)
         self._engine = UpdateEngine(
             subgroups,
@@ -224,6 +234,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
             {shard: owner for owner, shard in enumerate(self._shards)},
             decoupled=config.decoupled_weight_decay,
             low_precision=self._low_precision,
+            early_gather=EarlyParamGather(model_chunks, self.buffers, self._engine.buckets) if gathers_early else None,
         )
         self._copy_model_params_to_main_params()
 

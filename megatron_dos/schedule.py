@@ -84,7 +84,7 @@ Resource = tuple[str, int]
 
 @dataclass(frozen=True)
 class Op:
-    """One operation on one subgroup; RELEASE_BUCKET: on one bucket, `subgroup` counting buckets in program order.
+    """One operation on one subgroup; RELEASE_BUCKET: on one bucket, `subgroup` counting buckets in slab order.
 
     `slot` is the index of the staging slot that the operation uses. `depends_on` lists the indices of the
     operations that must have ended, beyond those that precede this one on its own stream.
@@ -185,14 +185,17 @@ def build_program(
     placements: Sequence[Placement],
     host_slots: int = 2,
     device_slots: int = 3,
+    last_bucket_first: bool = False,
 ) -> Program:
-    """The program that updates `subgroups[i]` at `placements[i]`, in that order.
+    """The program that updates `subgroups[i]` at `placements[i]`.
 
     Args:
         subgroups: shapes in slab order.
         placements: one for each subgroup.
         host_slots: staging slots of CPU subgroups (grad and param on the host, FP32 grad on the device).
         device_slots: staging slots of streamed subgroups; with 3, one is fetched, one updated and one written back.
+        last_bucket_first: go through the buckets from the last to the first. Megatron fills buckets in the order of the
+            backward pass, so this is the order in which the next forward pass needs their params.
 
     Raises:
         ValueError: the sequences differ in length, or there is no slot for a placement that needs one.
@@ -202,10 +205,14 @@ def build_program(
     if host_slots < 1 or device_slots < 1:
         raise ValueError(f"a program needs at least 1 slot of each kind, got {host_slots} host, {device_slots} device")
     build = _Builder()
-    last_of_bucket = {shape.bucket: index for index, shape in enumerate(subgroups)}
-    buckets = list(last_of_bucket)
+    buckets = list(dict.fromkeys(shape.bucket for shape in subgroups))
+    members: list[list[int]] = [[] for _ in buckets]
+    for index, shape in enumerate(subgroups):
+        members[buckets.index(shape.bucket)].append(index)
     used = dict.fromkeys(Placement, 0)
-    for index, (shape, placement) in enumerate(zip(subgroups, placements, strict=True)):
+    order = reversed(range(len(buckets))) if last_bucket_first else range(len(buckets))
+    for bucket, index in [(number, index) for number in order for index in members[number]]:
+        shape, placement = subgroups[index], placements[index]
         if placement is Placement.HOST:
             _host_update(build, index, used[placement] % host_slots, shape.casts)
         elif placement is Placement.STREAMED:
@@ -213,10 +220,9 @@ def build_program(
         else:
             _resident_update(build, index)
         used[placement] += 1
-        if last_of_bucket[shape.bucket] == index:
-            members = {("param", i) for i, other in enumerate(subgroups[: index + 1]) if other.bucket == shape.bucket}
-            bucket = buckets.index(shape.bucket)
-            build.add(OpKind.RELEASE_BUCKET, Stream.RELEASE, bucket, 0, members, {("bucket", bucket)})
+        if index == members[bucket][-1]:
+            params = {("param", member) for member in members[bucket]}
+            build.add(OpKind.RELEASE_BUCKET, Stream.RELEASE, bucket, 0, params, {("bucket", bucket)})
     return Program(tuple(build.ops), tuple(placements), host_slots, device_slots)
 
 

@@ -23,11 +23,14 @@ LAYERS = {
     "schedule": set(),
     "states": {"kernels"},
     "low_precision_grads": set(),
+    "param_gather": set(),
     "arguments": set(),
     "device": {"schedule"},
     "operations": {"engine", "kernels", "partition", "schedule"},
     "engine": {"device", "kernels", "operations", "partition", "schedule", "states"},
-    "optimizer": {"arguments", "device", "engine", "kernels", "low_precision_grads", "operations", "partition"},
+    "optimizer": {
+        *("arguments", "device", "engine", "kernels", "low_precision_grads", "operations", "param_gather", "partition")
+    },
 }
 """Module or folder of the package -> the others that it may import. What is not named here may import all but
 cpu_emulation. A program is a value of `schedule`; devices run programs, so they know its types."""

@@ -96,3 +96,11 @@ def change_share(point: str, model: Any, optimizer: Any, args: Any) -> Any:
         step = one.optimizer.step_count
         one._engine.options = replace(one._engine.options, host_share=shares[step % 5], grads_as_fp32=bool(step % 2))
     return None
+
+
+def gathers_in_flight(point: str, model: Any, optimizer: Any, args: Any) -> Any:
+    """After each step: for each bucket group whether its param all-gather has been started, and of how many buckets."""
+    if point != "step":
+        return None
+    groups = [group for chunk in model for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
+    return {"started": [group.param_gather_dispatched for group in groups], "buckets": len(groups)}

@@ -48,3 +48,23 @@ def test_the_published_stride(megatron):
 def test_the_share_may_change_between_steps(megatron):
     changing = train(megatron, "dp2", "fp16", inspect="hooks:change_share", prepare="hooks:use_adversarial_device")
     assert_same_bits(changing, train(megatron, "dp2", "fp16"))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-bf16-grads"])
+@pytest.mark.parametrize("moe", [[], ["--num-experts", "2", "--expert-model-parallel-size", "2"]], ids=["dense", "moe"])
+def test_every_param_gather_starts_within_the_step(megatron, precision, moe):
+    run = train(
+        megatron,
+        "overlap-buckets",
+        precision,
+        *moe,
+        *["--dos-gpu-share", "0.5"],
+        inspect="hooks:gathers_in_flight",
+        prepare="hooks:use_adversarial_device",
+    )
+    for rank in run.of_rank:
+        for after_step in rank.inspected["step"]:
+            assert after_step["buckets"] > 2
+            assert all(after_step["started"])
+    ranks, arguments = LAYOUTS["overlap-buckets"]
+    assert_same_bits(run, megatron.train(TINY + arguments + PRECISIONS[precision] + moe, ranks, "numpy", STEPS))
