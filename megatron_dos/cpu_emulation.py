@@ -120,8 +120,8 @@ def _as_host_type(tensor: torch.Tensor) -> torch.Tensor:
     """The same tensor as a HostTensor, so that operations on it are seen. Parameters stay what they are."""
     if isinstance(tensor, (HostTensor, torch.nn.Parameter)):
         return tensor
-    if tensor.requires_grad and tensor.is_leaf:  # as_subclass would make it a non-leaf
-        return tensor.detach().as_subclass(HostTensor).requires_grad_()
+    if tensor.is_leaf and tensor._base is None:  # as_subclass would make it a view, and no leaf
+        return torch.Tensor._make_subclass(HostTensor, tensor, tensor.requires_grad)
     return tensor.as_subclass(HostTensor)
 
 

@@ -439,6 +439,7 @@ def test_autograd_works_on_host_tensors():
     leaf = torch.ones(3, requires_grad=True)
     assert leaf.is_leaf
     assert leaf.requires_grad
+    assert leaf._base is leaf.data._base is torch.nn.Parameter(leaf).data._base is None
     device = leaf.cuda() * 2
     device.sum().backward()
     assert leaf.grad.tolist() == [2, 2, 2]

@@ -59,6 +59,11 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
         "tp2": (2, "--global-batch-size 4 --tensor-model-parallel-size 2"),
         "tp2-sequence-parallel": (2, "--global-batch-size 4 --tensor-model-parallel-size 2 --sequence-parallel"),
         "pp2": (2, "--global-batch-size 4 --pipeline-model-parallel-size 2"),
+        "vpp2": (
+            2,
+            "--global-batch-size 4 --num-layers 4 --pipeline-model-parallel-size 2 "
+            "--num-layers-per-virtual-pipeline-stage 1",
+        ),
         "tp2-dp2": (4, "--global-batch-size 4 --tensor-model-parallel-size 2"),
         "cp2": (2, "--global-batch-size 4 --context-parallel-size 2"),
         "ep2": (2, "--global-batch-size 4 --num-experts 2 --expert-model-parallel-size 2"),
@@ -72,11 +77,15 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 }
 """Name -> (ranks, arguments). "overlap-buckets" overlaps both ways over several buckets."""
 
+# Main grads are FP32 unless the name says otherwise, except that Megatron keeps them in FP16 for fp16.
 PRECISIONS: dict[str, list[str]] = {
     "fp32": [],
     "bf16": ["--bf16"],
     # The first loss scales overflow, so that some of the first steps are skipped.
     "fp16": shlex.split("--fp16 --initial-loss-scale 1048576 --hysteresis 1 --loss-scale-window 8"),
+    "fp16-fp32-grads": shlex.split(
+        "--fp16 --accumulate-allreduce-grads-in-fp32 --initial-loss-scale 1048576 --hysteresis 1 --loss-scale-window 8"
+    ),
     "bf16-bf16-grads": ["--bf16", "--grad-reduce-in-bf16"],
 }
 
