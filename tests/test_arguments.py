@@ -88,6 +88,14 @@ REFUSED_FIELDS = {
 }
 """The flag that the message must name -> config object, field and value that are refused."""
 
+ALL_OPTIONS = {
+    "dos_subgroup_size": 7,
+    "dos_cpu_threads": 1,
+    "dos_gpu_share": 0.25,
+    "dos_gpu_kernel": "torch",
+    "dos_grad_transfer": "model",
+}
+
 ACCEPTED_ARGUMENTS = {
     "bf16": "--bf16",
     "fp16": "--fp16",
@@ -95,7 +103,8 @@ ACCEPTED_ARGUMENTS = {
     "bf16 grads": "--bf16 --grad-reduce-in-bf16",
     "fp8 compute": "--bf16 --fp8-format hybrid --transformer-impl transformer_engine",
     "params norm": "--bf16 --log-params-norm",
-    "all options": "--bf16 --dos-subgroup-size 7 --dos-cpu-threads 1",
+    "all options": "--bf16 --dos-subgroup-size 7 --dos-cpu-threads 1 --dos-gpu-share 0.25 --dos-gpu-kernel torch"
+    " --dos-grad-transfer model",
     "full-iteration graph": "--bf16 --cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad",
     "RL offload": "--bf16 --perform-rl-step --rl-offload-optimizer-during-inference",
     "meta device": "--bf16 --init-model-with-meta-device",
@@ -210,12 +219,14 @@ class TestRefusedByMegatronsParser:
 
     @pytest.mark.parametrize("case", ACCEPTED_ARGUMENTS)
     def test_supported_combinations_pass_megatrons_own_validation(self, patched_megatron, case):
-        expected = [True, 7, 1, False] if case == "all options" else [True, 0, 0, case == "params norm"]
-        assert patched_megatron[0][f"accepted {case}"] == ["NoneType", expected]
+        given = {"all options": ALL_OPTIONS, "params norm": {"log_params_norm": True}}.get(case, {})
+        expected = DosOptions(use_deep_optimizer_states=True, **given)
+        assert patched_megatron[0][f"accepted {case}"] == ["NoneType", list(dataclasses.asdict(expected).values())]
 
     def test_flag_off_refuses_nothing(self, patched_megatron):
-        assert patched_megatron[0]["off"] == ["NoneType", [False, 0, 0, False]]
-        assert patched_megatron[0]["off, sgd"] == ["NoneType", [False, 0, 0, False]]
+        defaults = list(dataclasses.asdict(DosOptions()).values())
+        assert patched_megatron[0]["off"] == ["NoneType", defaults]
+        assert patched_megatron[0]["off, sgd"] == ["NoneType", defaults]
 
 
 class TestRefusedByTheConfigs:
@@ -280,6 +291,15 @@ class TestOptions:
             ("dos_cpu_threads", -4),
             ("dos_cpu_threads", True),
             ("dos_cpu_threads", 10**9),
+            ("dos_gpu_share", 1.5),
+            ("dos_gpu_share", -0.5),
+            ("dos_gpu_share", float("nan")),
+            ("dos_gpu_share", "0.5"),
+            ("dos_update_stride", -2),
+            ("dos_update_stride", 0.5),
+            ("dos_gpu_kernel", "cuda"),
+            ("dos_gpu_kernel", None),
+            ("dos_grad_transfer", "bf16"),
             ("use_deep_optimizer_states", 1),
             ("use_deep_optimizer_states", "yes"),
         ],
@@ -291,6 +311,17 @@ class TestOptions:
             validate_args(SimpleNamespace(**{name: value}))
         with pytest.raises(UnsupportedOptionError, match="--" + name.replace("_", "-")):
             validate_config(SimpleNamespace(**{name: value}))
+
+    def test_share_and_stride_exclude_one_another(self):
+        with pytest.raises(UnsupportedOptionError, match="--dos-update-stride 2 and --dos-gpu-share 0.5"):
+            DosOptions(dos_update_stride=2, dos_gpu_share=0.5)
+        assert DosOptions(dos_update_stride=2).dos_gpu_share == -1
+
+    def test_the_kernels_are_those_of_the_choice(self):
+        from megatron_dos.kernels.device_kernel import NAMES
+
+        (option,) = [f for f in dataclasses.fields(DosOptions) if f.name == "dos_gpu_kernel"]
+        assert option.metadata["choices"] == NAMES
 
     def test_options_are_frozen_and_by_keyword(self):
         with pytest.raises(dataclasses.FrozenInstanceError):

@@ -9,6 +9,7 @@ import pytest
 from megatron_trees import TARGETS
 
 from megatron_dos import patching
+from megatron_dos.arguments import DosOptions
 
 PREAMBLE = """
 import argparse, dataclasses, inspect, json, os, sys, types
@@ -77,6 +78,7 @@ path = list(sys.meta_path)
 positional = [field.default for field in dataclasses.fields(OptimizerConfig)]
 
 import megatron_dos
+from megatron_dos.arguments import DosOptions
 from megatron_dos.install import is_patched, uninstall
 before = is_patched(OptimizerConfig)
 megatron_dos.install()
@@ -91,7 +93,7 @@ found = dict(
     before=before,
     now=is_patched(OptimizerConfig),
     same_class=optimizer.OptimizerConfig is OptimizerConfig,
-    fields=[field.name for field in dataclasses.fields(OptimizerConfig)][-4:],
+    fields=[field.name for field in dataclasses.fields(OptimizerConfig)][-len(dataclasses.fields(DosOptions)) :],
     positional=OptimizerConfig(0.5).lr,
     value=config.dos_subgroup_size,
     defaults=[OptimizerConfig().use_deep_optimizer_states, OptimizerConfig().dos_subgroup_size],
@@ -272,12 +274,7 @@ class TestCore:
         assert found["before"] is False
         assert found["now"] is True
         assert found["same_class"]
-        assert found["fields"] == [
-            "use_deep_optimizer_states",
-            "dos_subgroup_size",
-            "dos_cpu_threads",
-            "log_params_norm",
-        ]
+        assert found["fields"] == list(DosOptions.types())
         assert found["value"] == 5
         assert found["defaults"] == [False, 0]
 

@@ -1,0 +1,51 @@
+"""The stages of scripts/gpu_check.py, which run in worker processes; each is a module with `run(context)`.
+
+Importing this package needs the standard library alone: the supervisor reads the table below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+__all__ = ["STAGES", "Stage"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage.
+
+    Attributes:
+        name: of the stage and of its module.
+        title: what it does, for the summary.
+        limit: seconds; the stage leaves out what does not fit, and is killed some time after that.
+        checks: whether it decides on the exit status: it must run to its end then. A check that fails counts anywhere.
+        module: whose `run` it is, where that is not the name.
+        environment: variables of its worker process, which it then shares with no stage that has others.
+    """
+
+    name: str
+    title: str
+    limit: float
+    checks: bool = False
+    module: str = ""
+    environment: MappingProxyType[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+
+STAGES = (
+    Stage("environment", "the machine", 20),
+    Stage("kernels", "device kernels give the bits of the CPU kernel", 45, checks=True),
+    Stage("engine", "the engine gives the bits of the sequential update", 45, checks=True),
+    Stage("memory", "a step leaves memory, streams and events as they were", 20, checks=True),
+    Stage("rates", "rates of the lanes, alone and together", 35),
+    Stage("step_time", "step time against other ways to update", 110),
+    Stage("connections", "step time as usual", 12, module="connections"),
+    Stage(
+        "one_connection",
+        "step time with CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron sets it",
+        20,
+        module="connections",
+        environment=MappingProxyType({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+    ),
+)
+"""In the order in which they run: correctness first, so that it is known when time runs out."""

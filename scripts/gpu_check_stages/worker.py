@@ -1,0 +1,118 @@
+"""A worker process: runs stages one after the other and tells the supervisor about each on a line of JSON.
+
+After a stage that raised it ends, since a GPU that has met an error may answer nothing more: the supervisor starts a
+fresh worker for the stages that are left.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from gpu_check_stages import STAGES
+
+__all__ = ["run_stages"]
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+GRACE = 5.0  # seconds between a stage's soft limit and the end of the whole run
+
+
+def run_stages(names: Sequence[str], dry: bool, until: float, results: Path | None, parameters: int) -> None:
+    """Run stages and report them on the standard output, one JSON object a line.
+
+    Args:
+        names: of the stages.
+        dry: without a GPU.
+        until: end of the whole run on `time.monotonic()`, which is the same clock in every process.
+        results: the file with what earlier stages gave; None or a missing file for no results.
+        parameters: of the step time; 0 for the default.
+    """
+    out = _take_stdout()
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    _prepare_imports(dry)
+    import dataclasses
+
+    from gpu_check_stages.context import Context, Sizes
+    from gpu_check_stages.environment import NoGpuError
+
+    sizes = Sizes.dry() if dry else Sizes()
+    if parameters:
+        sizes = dataclasses.replace(sizes, parameters=parameters)
+    earlier = _earlier(results)
+    for name in names:
+        stage = next(stage for stage in STAGES if stage.name == name)
+        began = time.monotonic()
+        limit = min(stage.limit, until - began - GRACE)
+        if dry and name != "environment" and name != "kernels":
+            from megatron_dos import cpu_emulation
+
+            cpu_emulation.activate(force=True)
+
+        def send(result: dict[str, Any], event: str = "update", name: str = name, began: float = began) -> None:
+            message = {"stage": name, "event": event, "seconds": round(time.monotonic() - began, 3), **result}
+            print(json.dumps(message, default=str), file=out, flush=True)
+
+        context = Context(dry, sizes, began + limit, send, earlier)
+        send({}, "start")
+        if limit <= 0:
+            send({"reason": "no time was left"}, "skipped")
+            continue
+        try:
+            importlib.import_module(f"gpu_check_stages.{stage.module or name}").run(context)
+        except NoGpuError as error:
+            send({"reason": str(error)}, "no_gpu")
+            return
+        except BaseException as error:
+            send({**context.result, "error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}, "failed")
+            return
+        earlier[name] = context.result["values"]
+        send(context.result, "end")
+
+
+def _take_stdout() -> TextIO:
+    """The standard output for messages; whatever else is printed goes to the standard error."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return out
+
+
+def _prepare_imports(dry: bool) -> None:
+    for path in (ROOT / "tests" / "kernels", ROOT):  # adam_cases makes the kernels' inputs
+        sys.path.insert(0, str(path))
+    if dry:
+        os.environ["TRITON_INTERPRET"] = "1"  # Triton's kernel on numpy
+    try:
+        import psutil  # noqa: F401
+    except ImportError:
+        sys.modules["psutil"] = _psutil()
+
+
+def _psutil() -> types.ModuleType:
+    """The one function of psutil that the package calls, for machines that have Python and torch and little else."""
+    module = types.ModuleType("psutil")
+
+    def virtual_memory() -> types.SimpleNamespace:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return types.SimpleNamespace(available=int(fields["MemAvailable"].split()[0]) * 1024)
+
+    module.virtual_memory = virtual_memory
+    module.is_stand_in = True
+    return module
+
+
+def _earlier(results: Path | None) -> dict[str, dict[str, Any]]:
+    if results is None or not results.exists():
+        return {}
+    stages = json.loads(results.read_text())["stages"]
+    return {name: stage.get("values", {}) for name, stage in stages.items() if stage["state"] == "done"}
