@@ -313,7 +313,7 @@ class TestOptions:
             validate_config(SimpleNamespace(**{name: value}))
 
     def test_share_and_stride_exclude_one_another(self):
-        with pytest.raises(UnsupportedOptionError, match="--dos-update-stride 2 and --dos-gpu-share 0.5"):
+        with pytest.raises(UnsupportedOptionError, match=r"--dos-update-stride 2 and --dos-gpu-share 0.5"):
             DosOptions(dos_update_stride=2, dos_gpu_share=0.5)
         assert DosOptions(dos_update_stride=2).dos_gpu_share == -1
 
