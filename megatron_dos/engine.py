@@ -95,6 +95,7 @@ class UpdateEngine:
         self.buckets = list(dict.fromkeys(subgroup.bucket for subgroup in partition.subgroups))
         self.device_kernel = device_kernel
         self._device = device or HostDevice()
+        self._in_flight = False
         require_host_memory(host_bytes(partition, options.host_slots))
         self.states = HostStates(partition.numel)
         # An element has 4 bytes of a slot, whatever its dtype, so that pieces of different dtypes cannot overlap.
@@ -103,7 +104,13 @@ class UpdateEngine:
         self.host_params = [slab.zeros(4 * partition.largest, torch.uint8) for _ in slots]
 
     def owner_states(self, owner: int) -> dict[str, torch.Tensor]:
-        """The states of one parameter shard: flat FP32 host views `master`, `exp_avg`, `exp_avg_sq`."""
+        """The states of one parameter shard: flat FP32 host views `master`, `exp_avg`, `exp_avg_sq`.
+
+        Waits for a step whose last states are still on their way to the host.
+        """
+        if self._in_flight:
+            self._device.synchronize()
+            self._in_flight = False
         start, stop = self.partition.slab_ranges[owner]
         return {name: getattr(self.states, name)[start:stop] for name in ("master", "exp_avg", "exp_avg_sq")}
 
@@ -112,6 +119,7 @@ class UpdateEngine:
         """Update states and parameters of every subgroup by one step."""
         program = self.program(inputs.grads)
         operations = StepOperations(self, inputs, program)
+        self._in_flight = True
         self._device.run(program, operations.handlers(), operations.memory)
 
     def program(self, grads: Sequence[torch.Tensor]) -> Program:

@@ -30,6 +30,7 @@ class Machine:
         stream = SimpleNamespace(queue=[], wait_event=None, wait_stream=None)
         stream.wait_event = lambda event: stream.queue.append(("wait", event, event.recorded))
         stream.wait_stream = lambda other: self._wait_stream(stream, other)
+        stream.synchronize = lambda: self._synchronize(stream)
         self.streams.append(stream)
         self.made_streams += 1
         return stream
@@ -61,6 +62,10 @@ class Machine:
         self.made_events -= 1
         event.record(other)
         stream.wait_event(event)
+
+    def _synchronize(self, stream):
+        while stream.queue:
+            assert self.step(), "deadlock"
 
     def current_stream(self, device=None):
         return self.stack[-1]
@@ -172,6 +177,19 @@ def test_any_order_the_streams_allow_gives_the_inline_result(machine):
     machine.default.queue.append(("work", lambda: last_of_caller.append(dict(values)), 0))
     machine.drain()
     assert last_of_caller == [expected]  # what the caller enqueues next sees the whole step
+
+
+@pytest.mark.parametrize("machine", range(20), indirect=True)
+def test_after_a_synchronisation_all_states_are_on_the_host(machine):
+    program = programs(machine.random.random())
+    expected, values = {}, {}
+    HostDevice().run(program, handlers_over(expected), lambda resource: [])
+    device = cuda.CudaDevice(torch.device("cuda"))
+    device.run(program, handlers_over(values, machine.launch, lambda work: Ticket(machine, work, None)), lambda r: [])
+    device.synchronize()
+    assert {r: v for r, v in values.items() if r[0] == "states"} == {
+        r: v for r, v in expected.items() if r[0] == "states"
+    }
 
 
 @pytest.mark.parametrize("machine", [1], indirect=True)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_dos.device import HostDevice
 from megatron_dos.engine import EngineOptions, UpdateEngine, host_bytes, staging_bytes
 from megatron_dos.kernels import AdamScalars, device_kernel, reference
 from megatron_dos.operations import StepInputs, StepOperations
@@ -232,3 +233,23 @@ def test_a_rank_that_owns_nothing_steps():
     engine.update(StepInputs([], []))
     assert host_bytes(engine.partition) == 0
     assert build_program([], []).ops == engine.program([]).ops
+
+
+def test_reading_states_waits_for_the_step_that_may_still_write_them():
+    class Recording(HostDevice):
+        waits = 0
+
+        def synchronize(self):
+            self.waits += 1
+
+    device = Recording()
+    numel = 100
+    engine = UpdateEngine(
+        partition([OwnedRange(0, (0, 0), 0, numel)], 64), [torch.zeros(numel)], EngineOptions(threads=1), device
+    )
+    engine.owner_states(0)
+    assert device.waits == 0
+    engine.update(StepInputs([torch.zeros(numel)], [scalars_at(1, 0.0)]))
+    engine.owner_states(0)
+    engine.owner_states(0)
+    assert device.waits == 1

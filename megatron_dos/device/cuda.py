@@ -66,6 +66,11 @@ class CudaDevice:
                 caller.wait_stream(stream)
             self._spare_events += run.events.values()
 
+    def synchronize(self) -> None:
+        """Block until everything that was enqueued has ended, so that the host may read what it wrote."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
     def _take_event(self) -> torch.cuda.Event:
         return self._spare_events.pop() if self._spare_events else torch.cuda.Event()
 

@@ -19,6 +19,9 @@ __all__ = ["HostDevice"]
 class HostDevice:
     """Runs operations in program order, each to its end."""
 
+    def synchronize(self) -> None:
+        """Nothing to wait for: every operation has ended when `run` returns."""
+
     def run(
         self,
         program: Program,

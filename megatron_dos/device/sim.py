@@ -49,6 +49,9 @@ class SimDevice:
         self.check = check
         self._random = random.Random(seed)
 
+    def synchronize(self) -> None:
+        """Nothing to wait for: every operation has ended when `run` returns."""
+
     def run(
         self,
         program: Program,
