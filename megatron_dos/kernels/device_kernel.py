@@ -63,7 +63,7 @@ def select(name: str, device: torch.device, threads: int = 0) -> DeviceKernel:
     if name in library_adam.LIBRARIES:
         return library_adam.load(name)
     if on_host:
-        return functools.partial(_on_host, threads)
+        return functools.partial(cpu.adamw, threads=threads)
     return _triton() if name == "triton" else _triton_or_elementwise(device)
 
 
@@ -99,17 +99,3 @@ def _try(kernel: DeviceKernel, device: torch.device) -> None:
     half = torch.zeros((2, 1), dtype=torch.bfloat16, device=device)
     scalars = AdamScalars.at_step(1, lr=0.0, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, decoupled=True)
     kernel(*states, half[0], scalars, out=half[1])
-
-
-def _on_host(
-    threads: int,
-    param: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    grad: torch.Tensor,
-    scalars: AdamScalars,
-    unscale: float = 1.0,
-    grad_scale: float = 1.0,
-    out: torch.Tensor | None = None,
-) -> None:
-    cpu.adamw(param, exp_avg, exp_avg_sq, grad, scalars, unscale, grad_scale, out, threads)
