@@ -44,7 +44,7 @@ class Sizes:
 
     kernel_elements: int = 20_000
     kernel_campaign: int = 2_000
-    engine_elements: int = 6_000_000
+    engine_elements: int = 3_000_000
     engine_campaign: int = 1_000
     memory_parameters: int = 1 << 26
     memory_subgroup: int = 1 << 21

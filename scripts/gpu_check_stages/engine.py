@@ -1,0 +1,340 @@
+"""The engine on real streams gives the bits of the sequential update, whatever is late; and lateness does show.
+
+The expected bits come from an engine on host tensors that updates one subgroup after the other with the CPU kernel.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+from gpu_check_stages.context import Context
+from gpu_check_stages.late import Delays, Without
+
+from megatron_dos.device import CudaDevice, HostDevice
+from megatron_dos.device.sim import SimDevice, describe
+from megatron_dos.engine import EngineOptions, UpdateEngine
+from megatron_dos.kernels import AdamScalars, device_kernel
+from megatron_dos.operations import StepInputs
+from megatron_dos.partition import OwnedRange, Partition, partition
+from megatron_dos.schedule import OpKind, Program
+
+__all__ = ["Case", "Run", "run"]
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+STEPS = 4
+SCHEDULES: dict[str, tuple[Fraction | float, ...]] = {
+    "share 0": (0,) * STEPS,
+    "share 0.3": (Fraction(3, 10),) * STEPS,
+    "share 0.5": (Fraction(1, 2),) * STEPS,
+    "share 1": (1,) * STEPS,
+    "share changed between steps": (1, 0, Fraction(1, 2), Fraction(3, 10)),
+}
+"""CPU's share of each step."""
+DTYPES: dict[str, tuple[Sequence[torch.dtype], Sequence[torch.dtype]]] = {
+    "bf16 params, FP32 grads": ([BF16], [FP32]),
+    "bf16 params and grads": ([BF16], [BF16]),
+    "fp16 params and grads": ([FP16], [FP16]),
+    "FP32 params and grads": ([FP32], [FP32]),
+    "mixed": ([BF16, FP32, FP16], [FP32, BF16, BF16, FP16]),
+}
+"""Dtypes of params and of grads, by turns over the owners."""
+BUCKETS = ((0, 0), (0, 1), (1, 0))
+SUBGROUPS = 13
+TRIES = 3  # for the removal of a dependency to show
+
+
+@dataclass(frozen=True)
+class Case:
+    """A partition, first params and the inputs of some steps, on the host."""
+
+    partition: Partition
+    owners_of: dict[tuple[int, int], list[int]]
+    params: list[torch.Tensor]
+    grads: list[list[torch.Tensor]]
+    scalars: list[list[AdamScalars]]
+    unscale: float
+    grad_scales: dict[int, float]
+
+
+def make_case(dtypes: str, elements: int, seed: int, odd: bool = False) -> Case:
+    """A case of about `elements` elements in three buckets and at most 16 subgroups.
+
+    `odd`: params begin and end at any element; else at multiples of 64, as Megatron lays them out.
+    """
+    rng, generator = random.Random(seed), torch.Generator(device="cpu").manual_seed(seed)
+    weights = [rng.uniform(0.02, 1) for _ in range(9)]
+    unit = 1 if odd else 64
+    numels = [max(round(elements * weight / sum(weights)) // unit * unit, 1) for weight in weights]
+    owners_of: dict[tuple[int, int], list[int]] = {}
+    ranges, start = [], 0
+    for owner, numel in enumerate(numels):
+        bucket = BUCKETS[owner * len(BUCKETS) // len(numels)]
+        owners_of.setdefault(bucket, []).append(owner)
+        ranges.append(OwnedRange(owner, bucket, start, numel))
+        start += numel
+    param_dtypes, grad_dtypes = DTYPES[dtypes]
+
+    def random_tensors(dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+        each = itertools.cycle(dtypes)
+        return [torch.randn(numel, generator=generator, device="cpu").to(next(each)) for numel in numels]
+
+    return Case(
+        partition(ranges, max(start // SUBGROUPS, 1)),
+        owners_of,
+        random_tensors(param_dtypes),
+        [random_tensors(grad_dtypes) for _ in range(STEPS)],
+        [
+            [AdamScalars.at_step(step, 1e-2, (0.9, 0.95), 1e-8, 0.1 * (owner % 2), True) for owner in range(len(numels))]
+            for step in range(1, STEPS + 1)
+        ],
+        unscale=rng.choice((1.0, 0.125, 0.3)),
+        grad_scales={owner: rng.uniform(0.1, 1) for owner in range(len(numels)) if rng.random() < 0.5},
+    )
+
+
+@dataclass
+class Run:
+    """An engine on a case. The engine's device is this object, so that `device` can be exchanged."""
+
+    case: Case
+    place: torch.device
+    device: Any
+    options: EngineOptions
+    params: list[torch.Tensor] = field(init=False)
+    engine: UpdateEngine = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.params = [param.to(self.place, copy=True) for param in self.case.params]
+        self.grads = [[grad.to(self.place) for grad in grads] for grads in self.case.grads]
+        kernel = device_kernel.select("auto", self.params[0].device, self.options.threads)
+        self.engine = UpdateEngine(self.case.partition, self.params, self.options, self, kernel)
+        self.restart()
+
+    def run(self, program: Program, handlers: Any, memory: Any) -> None:
+        self.device.run(program, handlers, memory)
+
+    def synchronize(self) -> None:
+        self.device.synchronize()
+
+    def restart(self) -> None:
+        """Back to before the first step. Nothing may be in flight."""
+        self.engine.states.exp_avg.zero_()
+        self.engine.states.exp_avg_sq.zero_()
+        for owner, (param, first) in enumerate(zip(self.params, self.case.params, strict=True)):
+            param.copy_(first)
+            self.engine.owner_states(owner)["master"].copy_(first)
+
+    def program(self, number: int, share: Fraction | float) -> Program:
+        self.engine.options = replace(self.engine.options, host_share=share)
+        return self.engine.program(self.grads[number])
+
+    def step(self, number: int, share: Fraction | float) -> dict[tuple[int, int], torch.Tensor]:
+        """Enqueue a step; the params of each bucket as they are when it is released."""
+        self.engine.options = replace(self.engine.options, host_share=share)
+        released: dict[tuple[int, int], torch.Tensor] = {}
+
+        def release(bucket: tuple[int, int]) -> None:
+            assert bucket not in released, f"bucket {bucket} was released twice"
+            released[bucket] = _bytes([self.params[owner] for owner in self.case.owners_of[bucket]])
+
+        case = self.case
+        self.engine.update(
+            StepInputs(self.grads[number], case.scalars[number], case.unscale, case.grad_scales, release)
+        )
+        return released
+
+    def result(self, released: dict[tuple[int, int], torch.Tensor]) -> list[torch.Tensor]:
+        """All bits of states, params and released buckets, on the host."""
+        params = _bytes(self.params).cpu()  # on the caller's stream: after the step
+        if self.place.type == "cuda":
+            torch.cuda.synchronize()
+        states = self.engine.states
+        flat = [state.view(torch.uint8).clone() for state in (states.master, states.exp_avg, states.exp_avg_sq)]
+        return [*flat, params, *(released[bucket].cpu() for bucket in sorted(released))]
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.view(torch.uint8) for tensor in tensors])
+
+
+NAMES = ("master", "exp_avg", "exp_avg_sq", "params", *(f"params released with bucket {bucket}" for bucket in BUCKETS))
+
+
+def _differences(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> list[str]:
+    """What differs, in words; nothing when all bits are the same."""
+    if len(got) != len(wanted):
+        return [f"{len(got) - len(NAMES) + len(BUCKETS)} buckets were released instead of {len(BUCKETS)}"]
+    return [
+        f"{name}: {int((one != other).sum())} of {one.numel()} bytes differ"
+        for name, one, other in zip(NAMES, got, wanted, strict=True)
+        if not torch.equal(one, other)
+    ]
+
+
+def expected_results(case: Case) -> list[list[torch.Tensor]]:
+    """After each step: the sequential update on host tensors."""
+    sequential = Run(case, torch.device("cpu"), HostDevice(), EngineOptions(threads=0))
+    return [sequential.result(sequential.step(number, 1)) for number in range(STEPS)]
+
+
+# --- the stage
+
+
+def run(context: Context) -> None:
+    faults: list[str] = []
+    counts = {"runs": 0, "steps": 0}
+    elements = context.sizes.engine_elements
+    began = time.monotonic()
+    for number, (dtypes, odd) in enumerate([*((name, False) for name in DTYPES), ("mixed", True)]):
+        case = make_case(dtypes, elements, seed=number, odd=odd)
+        expected = expected_results(case)
+        engine = Run(case, context.device, None, EngineOptions(threads=0))
+        for schedule, grads_as_fp32, synchronized in _required(odd):
+            what = f"{dtypes}, {schedule}, grads sent {'as FP32' if grads_as_fp32 else 'as they are'}"
+            engine.engine.options = EngineOptions(threads=0, grads_as_fp32=grads_as_fp32)
+            faults += _compare(context, engine, expected, SCHEDULES[schedule], synchronized, number, what, counts)
+        context.value("counts", dict(counts))
+    context.value("required_seconds", round(time.monotonic() - began, 2))
+    _sensitivity(context)
+    faults += _campaign(context, counts)
+    context.value("counts", dict(counts))
+    context.check(
+        "the engine with random delays on every stream has the bits of the sequential update",
+        not faults,
+        f"{counts['steps']} steps in {counts['runs']} runs: all dtypes, shares 0, 0.3, 0.5, 1 and changing, both grad "
+        "transfers, with and without waiting between steps"
+        if not faults
+        else "; ".join(faults[:5]),
+    )
+
+
+def _required(odd: bool) -> Iterator[tuple[str, bool, bool]]:
+    """(schedule, grads_as_fp32, whether each step is waited for and compared)."""
+    if odd:  # each alignment of the arrays is another compilation: one run of them
+        yield "share 0.5", True, True
+        return
+    for schedule, grads_as_fp32 in itertools.product(SCHEDULES, (True, False)):
+        yield schedule, grads_as_fp32, True
+    yield "share changed between steps", True, False
+
+
+def _compare(
+    context: Context,
+    engine: Run,
+    expected: list[list[torch.Tensor]],
+    shares: Sequence[Fraction | float],
+    synchronized: bool,
+    seed: int,
+    what: str,
+    counts: dict[str, int],
+) -> list[str]:
+    """One run of all steps; the faults found. Without synchronization only the last step's result is looked at."""
+    faults = []
+    for name, device in _devices(context, seed, poisons=synchronized):
+        engine.device = device
+        engine.restart()
+        counts["runs"] += 1
+        for number, share in enumerate(shares):
+            released = engine.step(number, share)
+            counts["steps"] += 1
+            if not synchronized and number + 1 < len(shares):
+                continue
+            differences = _differences(engine.result(released), expected[number])
+            if differences:
+                faults.append(f"{what}, {name}, step {number + 1}: {', '.join(differences)}")
+                break
+    return faults
+
+
+def _devices(context: Context, seed: int, poisons: bool) -> Iterator[tuple[str, Any]]:
+    yield "CUDA streams", Delays(context, _cuda(context), seed, 0.05 if context.dry else 1.0, poisons=poisons)
+    if context.dry:
+        yield "random order", SimDevice(seed)
+
+
+_made: list[CudaDevice] = []
+
+
+def _cuda(context: Context) -> CudaDevice:
+    """The one device of this process, as in training."""
+    if not _made:
+        _made.append(CudaDevice(context.device))
+    return _made[0]
+
+
+def _campaign(context: Context, counts: dict[str, int]) -> list[str]:
+    """Random runs while there is time: slots, strides, shares, order of buckets."""
+    faults: list[str] = []
+    for number in range(context.sizes.engine_campaign):
+        if context.left() < 3 or faults:
+            break
+        rng = random.Random(1000 + number)
+        dtypes = rng.choice(list(DTYPES))
+        case = make_case(dtypes, rng.randint(1, context.sizes.engine_elements), seed=1000 + number)
+        options = EngineOptions(
+            threads=rng.choice((0, 1, 2)),
+            stride=rng.choice((0, 0, 1, 2, 3)),
+            grads_as_fp32=rng.random() < 0.5,
+            last_bucket_first=rng.random() < 0.5,
+            host_slots=rng.randint(1, 4),
+            device_slots=rng.randint(1, 4),
+        )
+        shares = [Fraction(rng.randint(0, 100), 100) for _ in range(STEPS)]
+        synchronized = rng.random() < 0.5
+        what = f"random run {number}: {dtypes}, {options}, shares {[str(share) for share in shares]}"
+        engine = Run(case, context.device, None, options)
+        faults += _compare(context, engine, expected_results(case), shares, synchronized, number, what, counts)
+    return faults
+
+
+# --- the check can fail
+
+
+def _sensitivity(context: Context) -> None:
+    """Remove dependencies, one of each kind, and let what was waited for be late: the bits must change."""
+    case = make_case("bf16 params and grads", context.sizes.engine_elements, seed=77)
+    run = Run(case, context.device, None, EngineOptions(threads=0, host_share=Fraction(1, 2)))
+    expected = expected_results(case)[0]
+    program = run.program(0, Fraction(1, 2))
+    survivors, total = [], 0
+    for earlier, later, edges in _edges(program):
+        total += 1
+        if not any(_shows(context, run, expected, *edge) for edge in edges[:TRIES]):
+            op, dependency = edges[0]
+            survivors.append(f"{describe(program.ops[op])} without waiting for {describe(program.ops[dependency])}")
+    context.value("removed_dependencies", {"kinds": total, "seen": total - len(survivors), "not_seen": survivors})
+    context.check(
+        "a removed dependency shows in the bits when the operation before is late",
+        total > 0 and not survivors,
+        f"{total} kinds of dependency, one removed of each" if not survivors else "not seen: " + "; ".join(survivors),
+    )
+
+
+def _edges(program: Program) -> list[tuple[OpKind, OpKind, list[tuple[int, int]]]]:
+    """(kind waited for, kind that waits, [(operation, dependency)]), the edges in a mixed order."""
+    found: dict[tuple[OpKind, OpKind], list[tuple[int, int]]] = {}
+    for op in program.ops:
+        for dependency in op.depends_on:
+            found.setdefault((program.ops[dependency].kind, op.kind), []).append((op.index, dependency))
+    rng = random.Random(5)
+    return [(*kinds, rng.sample(edges, len(edges))) for kinds, edges in found.items()]
+
+
+def _shows(context: Context, run: Run, expected: list[torch.Tensor], op: int, dependency: int) -> bool:
+    """Whether one step without this dependency gives other bits."""
+    if context.dry:
+        late = SimDevice(seed=op, hold_back=dependency, check=False)
+    else:
+        late = Delays(context, _cuda(context), seed=0, late=dependency)
+    run.device = Without(op, dependency, late)
+    run.restart()
+    return bool(_differences(run.result(run.step(0, Fraction(1, 2))), expected))
+
+

@@ -1,0 +1,95 @@
+"""Other ways to update the same tensors, to compare with: programs of other systems, and Megatron's own optimizer."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatron_dos.engine import UpdateEngine
+from megatron_dos.operations import StepInputs, StepOperations
+from megatron_dos.schedule import Op, Placement, Program
+
+__all__ = ["HybridOptimizer", "NotImportableError", "Resident", "ResidentOperations"]
+
+
+class Resident:
+    """States of some subgroups on the device, where they stay: 12 bytes a parameter of device memory."""
+
+    def __init__(self, engine: UpdateEngine, program: Program, device: torch.device) -> None:
+        self.states: dict[int, torch.Tensor] = {}
+        for index, placement in enumerate(program.placements):
+            if placement is Placement.RESIDENT:
+                subgroup = engine.partition.subgroups[index]
+                span = slice(subgroup.start, subgroup.stop)
+                states = torch.empty((3, subgroup.numel), dtype=torch.float32, device=device)
+                for row, host in zip(states, ("master", "exp_avg", "exp_avg_sq"), strict=True):
+                    row.copy_(getattr(engine.states, host)[span])
+                self.states[index] = states
+
+
+class ResidentOperations(StepOperations):
+    """The operations of a program some of whose states are on the device."""
+
+    def __init__(self, engine: UpdateEngine, inputs: StepInputs, program: Program, resident: Resident) -> None:
+        placements = tuple(
+            Placement.HOST if placement is Placement.RESIDENT else placement for placement in program.placements
+        )
+        super().__init__(engine, inputs, replace(program, placements=placements))
+        first = len(self._states_slots)  # resident states are further slots, which nothing fetches and nothing frees
+        self._slot_of = {subgroup: first + number for number, subgroup in enumerate(resident.states)}
+        self._states_slots = [*self._states_slots, *resident.states.values()]
+
+    def update_on_device(self, op: Op) -> None:
+        super().update_on_device(replace(op, slot=self._slot_of.get(op.subgroup, op.slot)))
+
+
+class NotImportableError(RuntimeError):
+    """Megatron is not there."""
+
+
+class HybridOptimizer:
+    """Megatron's HybridDeviceOptimizer on flat bf16 params and their FP32 grads, built as Megatron builds it.
+
+    Args:
+        params: flat bf16 tensors on the device.
+        grads: flat FP32 tensors on the device.
+        fraction: part of the params whose states are on the CPU.
+        hyper_parameters: lr, weight_decay, betas, eps.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        fraction: float,
+        hyper_parameters: dict[str, Any],
+    ) -> None:
+        try:
+            core = importlib.import_module("megatron.core.optimizer")
+        except Exception as error:  # whatever a package half installed may raise
+            raise NotImportableError(f"{type(error).__name__}: {error}") from error
+        self.gpu_optimizer = f"{core.Adam.__module__}.{core.Adam.__qualname__}"
+        self._params = [torch.nn.Parameter(param) for param in params]
+        for param, grad in zip(self._params, grads, strict=True):
+            param.decoupled_grad = grad  # where the distributed optimizer puts it for this optimizer
+        # Megatron's arguments with --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d, the rest at its defaults.
+        self._optimizer = core.HybridDeviceOptimizer(
+            [{"params": self._params, **hyper_parameters}],
+            offload_fraction=fraction,
+            cpu_optimizer_cls=core.CPUAdam,
+            gpu_optimizer_cls=core.Adam,
+            overlap_cpu_optimizer_d2h_h2d=True,
+            pin_cpu_grads=True,
+            pin_cpu_params=True,
+            param_update_in_fp32=True,
+            bias_correction=True,
+            fused=True,
+            **hyper_parameters,
+        )
+
+    def step(self) -> None:
+        self._optimizer.step()
