@@ -13,9 +13,10 @@ VENV=.venv
 # megatron-core 0.19.2 is the version the demo and the end-to-end tests train with; it needs Python 3.12 or newer, and
 # its compiled dataset helper is made for 3.12.
 PYTHON_VERSION=3.12
+# einops: Megatron asks for it, without declaring it, when it makes several instances of the distributed optimizer.
 REQUIREMENTS=(
     "torch>=2.4" "megatron-core==0.19.2" "numpy" "psutil" "pybind11>=2.12" "setuptools>=70" "wheel"
-    "pytest" "hypothesis" "ruff" "matplotlib" "tqdm"
+    "pytest" "hypothesis" "ruff" "matplotlib" "tqdm" "einops"
 )
 
 say() { printf '== %s\n' "$*"; }

@@ -3,6 +3,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -216,6 +218,41 @@ void test_pool_shares_pieces_and_keeps_order() {
   for (size_t i = 0; i < expected.size(); ++i) check(expected[i].same_bits(actual[i]), "pooled update differs");
 }
 
+// Stands in for the update: jobs of one element are noted, longer ones held up until they are let go.
+std::atomic<bool> let_go{false};
+std::atomic<int> short_jobs_done{0};
+
+void held_up(const dos::Update& update, int64_t, int64_t) {
+  if (update.count == 1) {
+    ++short_jobs_done;
+    return;
+  }
+  while (!let_go) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
+void test_only_jobs_that_touch_unfinished_memory_wait() {
+  dos::Pool pool(3, {});
+  Arrays first(DType::float32, DType::float32, DType::none, 1000, 0);
+  Arrays apart(DType::float32, DType::float32, DType::none, 1, 0);
+  dos::Update reads_first = apart.bound();
+  reads_first.grad = static_cast<float*>(first.bound().exp_avg_sq) + 999;
+  dos::Update writes_what_first_reads = apart.bound();
+  writes_what_first_reads.param = static_cast<float*>(const_cast<void*>(first.bound().grad)) + 999;
+  for (const dos::Update& touching : {reads_first, writes_what_first_reads}) {
+    let_go = false;
+    short_jobs_done = 0;
+    const dos::Ticket long_one = pool.submit({first.bound()}, held_up);
+    pool.submit({apart.bound()}, held_up).wait();  // side by side, or this would wait for ever
+    check(short_jobs_done == 1, "a job elsewhere does not wait");
+    const dos::Ticket short_one = pool.submit({touching}, held_up);
+    std::this_thread::sleep_for(std::chrono::milliseconds(30));
+    check(!short_one.done() && short_jobs_done == 1, "a job on unfinished memory waits");
+    let_go = true;
+    short_one.wait();
+    check(long_one.done() && short_jobs_done == 2, "and runs after it");
+  }
+}
+
 void test_pool_refuses_pieces_that_overlap() {
   const dos::RangeKernel kernel = dos::supported_isas().front().update_range;
   dos::Pool pool(2, {});
@@ -352,6 +389,7 @@ int main(int argc, char** argv) {
   test_float16_conversion_is_exact_and_rounds_to_even();
   test_flush_denormal_mode_of_the_caller_changes_nothing();
   test_pool_shares_pieces_and_keeps_order();
+  test_only_jobs_that_touch_unfinished_memory_wait();
   test_pool_refuses_pieces_that_overlap();
   test_pool_closes_after_what_was_submitted();
   test_tickets_can_be_waited_for_on_many_threads();
