@@ -37,7 +37,7 @@ __all__ = ["Supervisor", "main", "verdict"]
 
 BUDGET = 285  # seconds, the building included
 GRACE = 20  # seconds past its limit after which a stage is killed
-START = 45  # seconds that a worker may take to import torch and to begin
+START = 90  # seconds that a worker may take to import torch and to begin
 STACKS = 1.0  # seconds that a hung worker is given to print where it is
 
 
@@ -155,9 +155,7 @@ class Supervisor:
             command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--build-temp", temporary]
             limit = max(self._until - time.monotonic(), 1.0)
             try:
-                done = subprocess.run(
-                    command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit
-                )
+                done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit)
             except subprocess.TimeoutExpired:
                 raise NothingToCheckError(f"the C++ module was not built within {limit:.0f} s") from None
         if done.returncode != 0 or not _module_loads():

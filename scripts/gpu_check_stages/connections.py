@@ -33,4 +33,6 @@ def run(context: Context) -> None:
                 each.clear()
     context.value("CUDA_DEVICE_MAX_CONNECTIONS", os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
     context.value("parameters", bench.numel)
-    context.value("median_seconds_of_gpu_share", {f"{float(share):.1f}": median(each) for share, each in seconds.items()})
+    context.value(
+        "median_seconds_of_gpu_share", {f"{float(share):.1f}": median(each) for share, each in seconds.items()}
+    )

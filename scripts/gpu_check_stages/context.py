@@ -28,6 +28,7 @@ class Sizes:
         kernel_elements: of the kernels' random cases.
         kernel_campaign: random cases after the required ones, at most.
         engine_elements: of the engine's cases.
+        engine_subgroups: of the engine's cases, about.
         engine_campaign: random runs after the required ones, at most.
         memory_parameters: of the memory stage.
         memory_subgroup: parameters of a subgroup of the memory stage.
@@ -45,6 +46,7 @@ class Sizes:
     kernel_elements: int = 20_000
     kernel_campaign: int = 2_000
     engine_elements: int = 3_000_000
+    engine_subgroups: int = 13
     engine_campaign: int = 1_000
     memory_parameters: int = 1 << 26
     memory_subgroup: int = 1 << 21
@@ -65,6 +67,7 @@ class Sizes:
             kernel_elements=100,
             kernel_campaign=3,
             engine_elements=3_000,
+            engine_subgroups=5,
             engine_campaign=2,
             memory_parameters=4_000,
             memory_subgroup=500,
@@ -134,6 +137,12 @@ class Context:
         """Where params and grads are."""
         return torch.device("cuda", 0)
 
+    def initialize(self) -> None:
+        """Make the CUDA context, without which slabs are not page-locked."""
+        if not self.dry and torch.cuda.is_available():
+            torch.cuda.init()
+            torch.zeros(1, device=self.device)
+
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
@@ -142,6 +151,18 @@ class Context:
         if self.dry:
             return
         torch.cuda._sleep(int(milliseconds * _cycles_per_millisecond()))
+
+    @contextlib.contextmanager
+    def waits_forbidden(self) -> Iterator[None]:
+        """Any operation of torch in the block that waits for the GPU by itself raises RuntimeError."""
+        if self.dry:
+            yield
+            return
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
     def free_device_memory(self) -> int:
         """Bytes that may still be allocated on the device."""

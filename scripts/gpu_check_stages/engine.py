@@ -14,9 +14,9 @@ from fractions import Fraction
 from typing import Any
 
 import torch
+
 from gpu_check_stages.context import Context
 from gpu_check_stages.late import Delays, Without
-
 from megatron_dos.device import CudaDevice, HostDevice
 from megatron_dos.device.sim import SimDevice, describe
 from megatron_dos.engine import EngineOptions, UpdateEngine
@@ -46,7 +46,6 @@ DTYPES: dict[str, tuple[Sequence[torch.dtype], Sequence[torch.dtype]]] = {
 }
 """Dtypes of params and of grads, by turns over the owners."""
 BUCKETS = ((0, 0), (0, 1), (1, 0))
-SUBGROUPS = 13
 TRIES = 3  # for the removal of a dependency to show
 
 
@@ -63,8 +62,8 @@ class Case:
     grad_scales: dict[int, float]
 
 
-def make_case(dtypes: str, elements: int, seed: int, odd: bool = False) -> Case:
-    """A case of about `elements` elements in three buckets and at most 16 subgroups.
+def make_case(dtypes: str, elements: int, subgroups: int, seed: int, odd: bool = False) -> Case:
+    """A case of about `elements` elements in three buckets and about `subgroups` subgroups.
 
     `odd`: params begin and end at any element; else at multiples of 64, as Megatron lays them out.
     """
@@ -86,12 +85,15 @@ def make_case(dtypes: str, elements: int, seed: int, odd: bool = False) -> Case:
         return [torch.randn(numel, generator=generator, device="cpu").to(next(each)) for numel in numels]
 
     return Case(
-        partition(ranges, max(start // SUBGROUPS, 1)),
+        partition(ranges, max(start // subgroups, 1)),
         owners_of,
         random_tensors(param_dtypes),
         [random_tensors(grad_dtypes) for _ in range(STEPS)],
         [
-            [AdamScalars.at_step(step, 1e-2, (0.9, 0.95), 1e-8, 0.1 * (owner % 2), True) for owner in range(len(numels))]
+            [
+                AdamScalars.at_step(step, 1e-2, (0.9, 0.95), 1e-8, 0.1 * (owner % 2), True)
+                for owner in range(len(numels))
+            ]
             for step in range(1, STEPS + 1)
         ],
         unscale=rng.choice((1.0, 0.125, 0.3)),
@@ -193,7 +195,7 @@ def run(context: Context) -> None:
     elements = context.sizes.engine_elements
     began = time.monotonic()
     for number, (dtypes, odd) in enumerate([*((name, False) for name in DTYPES), ("mixed", True)]):
-        case = make_case(dtypes, elements, seed=number, odd=odd)
+        case = make_case(dtypes, elements, context.sizes.engine_subgroups, seed=number, odd=odd)
         expected = expected_results(case)
         engine = Run(case, context.device, None, EngineOptions(threads=0))
         for schedule, grads_as_fp32, synchronized in _required(odd):
@@ -236,27 +238,22 @@ def _compare(
     counts: dict[str, int],
 ) -> list[str]:
     """One run of all steps; the faults found. Without synchronization only the last step's result is looked at."""
-    faults = []
-    for name, device in _devices(context, seed, poisons=synchronized):
-        engine.device = device
-        engine.restart()
-        counts["runs"] += 1
-        for number, share in enumerate(shares):
-            released = engine.step(number, share)
-            counts["steps"] += 1
-            if not synchronized and number + 1 < len(shares):
-                continue
-            differences = _differences(engine.result(released), expected[number])
-            if differences:
-                faults.append(f"{what}, {name}, step {number + 1}: {', '.join(differences)}")
-                break
-    return faults
-
-
-def _devices(context: Context, seed: int, poisons: bool) -> Iterator[tuple[str, Any]]:
-    yield "CUDA streams", Delays(context, _cuda(context), seed, 0.05 if context.dry else 1.0, poisons=poisons)
-    if context.dry:
-        yield "random order", SimDevice(seed)
+    if context.dry and counts["runs"] % 2:
+        name, engine.device = "random order", SimDevice(seed)
+    else:
+        longest = 0.05 if context.dry else 1.0
+        name, engine.device = "CUDA streams", Delays(context, _cuda(context), seed, longest, poisons=synchronized)
+    engine.restart()
+    counts["runs"] += 1
+    for number, share in enumerate(shares):
+        released = engine.step(number, share)
+        counts["steps"] += 1
+        if not synchronized and number + 1 < len(shares):
+            continue
+        differences = _differences(engine.result(released), expected[number])
+        if differences:
+            return [f"{what}, {name}, step {number + 1}: {', '.join(differences)}"]
+    return []
 
 
 _made: list[CudaDevice] = []
@@ -277,7 +274,8 @@ def _campaign(context: Context, counts: dict[str, int]) -> list[str]:
             break
         rng = random.Random(1000 + number)
         dtypes = rng.choice(list(DTYPES))
-        case = make_case(dtypes, rng.randint(1, context.sizes.engine_elements), seed=1000 + number)
+        elements, subgroups = rng.randint(1, context.sizes.engine_elements), rng.randint(1, 17)
+        case = make_case(dtypes, elements, subgroups, seed=1000 + number)
         options = EngineOptions(
             threads=rng.choice((0, 1, 2)),
             stride=rng.choice((0, 0, 1, 2, 3)),
@@ -299,12 +297,12 @@ def _campaign(context: Context, counts: dict[str, int]) -> list[str]:
 
 def _sensitivity(context: Context) -> None:
     """Remove dependencies, one of each kind, and let what was waited for be late: the bits must change."""
-    case = make_case("bf16 params and grads", context.sizes.engine_elements, seed=77)
+    case = make_case("bf16 params and grads", context.sizes.engine_elements, 13, seed=77)
     run = Run(case, context.device, None, EngineOptions(threads=0, host_share=Fraction(1, 2)))
     expected = expected_results(case)[0]
     program = run.program(0, Fraction(1, 2))
     survivors, total = [], 0
-    for earlier, later, edges in _edges(program):
+    for edges in _edges(program):
         total += 1
         if not any(_shows(context, run, expected, *edge) for edge in edges[:TRIES]):
             op, dependency = edges[0]
@@ -317,14 +315,14 @@ def _sensitivity(context: Context) -> None:
     )
 
 
-def _edges(program: Program) -> list[tuple[OpKind, OpKind, list[tuple[int, int]]]]:
-    """(kind waited for, kind that waits, [(operation, dependency)]), the edges in a mixed order."""
+def _edges(program: Program) -> list[list[tuple[int, int]]]:
+    """For each two kinds of operation of which one waits for the other: (operation, dependency), in a mixed order."""
     found: dict[tuple[OpKind, OpKind], list[tuple[int, int]]] = {}
     for op in program.ops:
         for dependency in op.depends_on:
             found.setdefault((program.ops[dependency].kind, op.kind), []).append((op.index, dependency))
     rng = random.Random(5)
-    return [(*kinds, rng.sample(edges, len(edges))) for kinds, edges in found.items()]
+    return [rng.sample(edges, len(edges)) for edges in found.values()]
 
 
 def _shows(context: Context, run: Run, expected: list[torch.Tensor], op: int, dependency: int) -> bool:
@@ -336,5 +334,3 @@ def _shows(context: Context, run: Run, expected: list[torch.Tensor], op: int, de
     run.device = Without(op, dependency, late)
     run.restart()
     return bool(_differences(run.result(run.step(0, Fraction(1, 2))), expected))
-
-

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy
 import torch
+
 from gpu_check_stages.context import Context
 
 __all__ = ["NoGpuError", "run"]
@@ -49,7 +50,9 @@ def _gpu() -> dict[str, Any]:
     if torch.version.cuda is None:
         raise NoGpuError(f"this torch ({torch.__version__}) is not built for CUDA")
     if not torch.cuda.is_available():
-        raise NoGpuError(f"torch {torch.__version__} sees no CUDA GPU; nvidia-smi: {_nvidia_smi('name') or 'no answer'}")
+        raise NoGpuError(
+            f"torch {torch.__version__} sees no CUDA GPU; nvidia-smi: {_nvidia_smi('name') or 'no answer'}"
+        )
     torch.cuda.init()
     torch.zeros(1, device="cuda")  # makes the context
     properties = torch.cuda.get_device_properties(0)

@@ -11,9 +11,9 @@ import adam_cases
 import numpy as np
 import torch
 from adam_cases import DTYPES, Case, bits, make_case
-from gpu_check_stages.context import Context
 
-from megatron_dos.kernels import AdamScalars, cpu, elementwise_adam, library_adam
+from gpu_check_stages.context import Context
+from megatron_dos.kernels import AdamScalars, cpu, device_kernel, elementwise_adam, library_adam
 
 __all__ = ["run"]
 
@@ -31,6 +31,8 @@ def run(context: Context) -> None:
         _compare(context, name, kernel, place)
     _libraries(context, place)
     if not context.dry and "triton" in kernels:
+        chosen = device_kernel.select("auto", place)
+        context.check("triton: the kernel that is chosen by itself", chosen is kernels["triton"], f"{chosen} is chosen")
         _beyond_32_bits(context, kernels["triton"], place)
 
 
@@ -66,7 +68,9 @@ def _compare(context: Context, name: str, kernel: Kernel, place: torch.device) -
     context.check(
         f"{name}: the bits of the CPU kernel, and nothing beside the arrays is written",
         not faults,
-        f"{cases} cases of all dtypes, both modes, many lengths, special values" if not faults else "; ".join(faults[:SHOWN]),
+        f"{cases} cases of all dtypes, both modes, many lengths, special values"
+        if not faults
+        else "; ".join(faults[:SHOWN]),
     )
 
 
@@ -166,7 +170,9 @@ def _libraries(context: Context, place: torch.device) -> None:
         try:
             kernel = library_adam.load(name)
         except RuntimeError as error:
-            context.value(f"library_{name}", {"installed": False, "why": str(error).partition("(")[2].partition(")")[0]})
+            context.value(
+                f"library_{name}", {"installed": False, "why": str(error).partition("(")[2].partition(")")[0]}
+            )
             continue
         context.value(f"library_{name}", {"name": library, "installed": True, **_difference(kernel, place)})
 
@@ -176,7 +182,7 @@ def _difference(kernel: Kernel, place: torch.device, numel: int = 10_000, steps:
     generator = torch.Generator(device="cpu").manual_seed(1)
     ours = torch.zeros((3, numel))
     ours[0].normal_(generator=generator)
-    theirs = ours.to(place)
+    theirs = ours.to(place, copy=True)
     for step in range(1, steps + 1):
         grad = torch.randn(numel, generator=generator)
         scalars = AdamScalars.at_step(step, lr, (0.9, 0.999), 1e-8, 0.1, decoupled=True)
@@ -200,7 +206,9 @@ def _beyond_32_bits(context: Context, kernel: Kernel, place: torch.device) -> No
     numel = 2**31 + 3 * 1024 + 5
     needed = numel * 33  # two copies of 3 states and a param, one grad, and the mask of a comparison
     if context.free_device_memory() < needed or context.left() < 5:
-        context.note(f"An update of more than 2^31 elements was left out: it takes {needed / 1e9:.0f} GB of GPU memory.")
+        context.note(
+            f"An update of more than 2^31 elements was left out: it takes {needed / 1e9:.0f} GB of GPU memory."
+        )
         return
     scalars = AdamScalars.at_step(3, 1e-3, (0.9, 0.999), 1e-8, 0.1, decoupled=True)
     with context.clean():

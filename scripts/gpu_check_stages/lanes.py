@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from gpu_check_stages.context import Context
 
+from gpu_check_stages.context import Context
 from megatron_dos.device.clock import FULL_DUPLEX
 from megatron_dos.schedule import Op, OpKind, Program, Resource, Stream
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from gpu_check_stages.context import Context
 
+from gpu_check_stages.context import Context
 from megatron_dos.schedule import Op, OpKind, Program, Resource, Stream
 
 __all__ = ["Delays", "LateTicket", "Without", "poison"]

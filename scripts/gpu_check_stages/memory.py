@@ -10,8 +10,8 @@ from fractions import Fraction
 from pathlib import Path
 
 import torch
-from gpu_check_stages.context import Context
 
+from gpu_check_stages.context import Context
 from megatron_dos.device import CudaDevice
 from megatron_dos.engine import EngineOptions, UpdateEngine, host_bytes
 from megatron_dos.kernels import AdamScalars, device_kernel
@@ -48,6 +48,11 @@ def run(context: Context) -> None:
     )
     if context.dry:
         context.note("Without a GPU, device memory cannot be measured, and the figures for it are 0.")
+    else:
+        slots = (*engine.host_grads, *engine.host_params)
+        pinned = [tensor.is_pinned() for tensor in (engine.states.master, engine.states.exp_avg, *slots)]
+        context.check("states and host slots are page-locked", all(pinned), f"{sum(pinned)} of {len(pinned)} slabs")
+    _waits(context, engine, grad)
     rows = []
     for share in SHARES:
         engine.options = replace(options, host_share=share)
@@ -66,12 +71,26 @@ def run(context: Context) -> None:
         context.check(name, not faults, "; ".join(faults))
 
 
+def _waits(context: Context, engine: UpdateEngine, grad: torch.Tensor) -> None:
+    """A step in which torch refuses to wait for the GPU; it comes after one that compiles the kernels."""
+    engine.options = replace(engine.options, host_share=Fraction(1, 2))
+    error = ""
+    for forbidden in (contextlib.nullcontext(), context.waits_forbidden()):
+        scalars = AdamScalars.at_step(1, 1e-3, (0.9, 0.95), 1e-8, 0.1, decoupled=True)
+        try:
+            with forbidden:
+                engine.update(StepInputs([grad], [scalars]))
+        except RuntimeError as raised:
+            error = str(raised)
+        context.synchronize()
+    context.check("no operation of a step waits for the GPU", not error, error)
+
+
 def _measure(context: Context, engine: UpdateEngine, grad: torch.Tensor, share: Fraction) -> dict[str, object]:
     """Ten steps with one share; the figures of each and whether they are as they should be."""
 
     def step(number: int) -> dict[str, int]:
         context.synchronize()
-        gc.collect()
         torch.cuda.reset_peak_memory_stats()
         before, allocations = torch.cuda.memory_allocated(), _allocations()
         scalars = AdamScalars.at_step(number, 1e-3, (0.9, 0.95), 1e-8, 0.1, decoupled=True)
@@ -89,6 +108,7 @@ def _measure(context: Context, engine: UpdateEngine, grad: torch.Tensor, share: 
             "resident_bytes": _resident_bytes(),
         }
 
+    gc.collect()  # once: a step must not leave memory for the collector
     steps = [step(number) for number in range(1, STEPS + 1)]
     first, later, last = steps[0], steps[1:], steps[-1]
     largest, options = engine.partition.largest, engine.options

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from gpu_check_stages.context import Context, median
 
+from gpu_check_stages.context import Context, median
 from megatron_dos.kernels import AdamScalars, cpu, device_kernel, elementwise_adam, slab
 
 __all__ = ["run"]
@@ -48,6 +48,7 @@ class Links:
         self.host = [_host_copy(device) for device in self.device]
         self.streams = {name: [torch.cuda.Stream() for _ in range(2)] for name in ("h2d", "d2h")}
         self._gate = torch.cuda.Stream()
+        self.seconds_to_enqueue = 0.0  # of the last jobs
 
     def job(self, direction: str, index: int = 0, times: int = 2, part: float = 1.0, chunks: int = CHUNKS) -> Job:
         """Copies of a slab, or of its first part, on stream `index` of a direction; each direction has its slab."""
@@ -69,6 +70,7 @@ class Links:
             context.sleep_on_stream(2.0)
             go.record()
         ends = []
+        began = time.perf_counter()
         for job in jobs:
             job.stream.wait_event(go)
             with torch.cuda.stream(job.stream):
@@ -77,6 +79,7 @@ class Links:
                 end = torch.cuda.Event(enable_timing=True)
                 end.record()
                 ends.append(end)
+        self.seconds_to_enqueue = time.perf_counter() - began
         if meanwhile is not None:
             meanwhile()
         context.synchronize()
@@ -130,7 +133,11 @@ def _links(context: Context, links: Links) -> None:
         for direction, job in jobs.items():
             together[direction].append(job.nbytes / job.seconds)
         together["sum"].append(sum(job.nbytes for job in jobs.values()) / seconds)
+        part = links.seconds_to_enqueue / seconds
     context.value("links_bytes_per_second", {"alone": _medians(alone), "together": _medians(together)})
+    if not context.dry:
+        detail = f"enqueueing took {part:.1%} of the time of the copies"
+        context.check("copies of slabs do not hold up the host", part < 0.5, detail)
 
 
 def _medians(samples: dict[str, list[float]]) -> dict[str, float]:
@@ -193,7 +200,11 @@ def _device_update(context: Context) -> None:
 def _host_update(context: Context, links: Links) -> None:
     """Parameters a second of the update on the CPU, alone and while both links are in use."""
     numel = context.sizes.update_elements
-    states = [_host_copy(torch.empty(numel, device=context.device).uniform_(-1, 1)), slab.zeros(numel), slab.zeros(numel)]
+    states = [
+        _host_copy(torch.empty(numel, device=context.device).uniform_(-1, 1)),
+        slab.zeros(numel),
+        slab.zeros(numel),
+    ]
     grad = _host_copy(torch.empty(numel, device=context.device).uniform_(-1e-3, 1e-3))
     out = slab.zeros(numel, torch.bfloat16)
     parts = 8

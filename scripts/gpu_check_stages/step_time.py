@@ -1,8 +1,8 @@
 """How long a step takes at a billion parameters and more: ours and other ways to update, interleaved in one run.
 
-All rows update the same tensors: bf16 params with the shapes of a stack of GPT layers and their FP32 main grads, which is
-what Megatron keeps for them. They run through the same operations, kernels and device, so that what differs is the
-program; only Megatron's own optimizer brings its own.
+All rows update the same tensors: bf16 params with the shapes of a stack of GPT layers and their FP32 main grads, as
+Megatron keeps them. They run through the same operations, kernels and device, so that what differs is the program; only
+Megatron's own optimizer brings its own.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from __future__ import annotations
 import random
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
 import torch
+
 from gpu_check_stages.context import Context, median
 from gpu_check_stages.lanes import Lanes
 from gpu_check_stages.rivals import HybridOptimizer, NotImportableError, Resident, ResidentOperations
-
 from megatron_dos.device import CudaDevice
 from megatron_dos.device.clock import Rate, durations, simulate
 from megatron_dos.engine import EngineOptions, UpdateEngine
@@ -178,6 +178,7 @@ def run(context: Context) -> None:
         },
     )
     _same_bits(context, bench)
+    _enqueueing(context, bench)
     rows = _rows(context, bench)
     best = _sweep(context, bench, rows)
     _hybrid(context, bench, rows)
@@ -226,8 +227,21 @@ def _same_bits(context: Context, bench: Bench) -> None:
     context.check(
         "a step at full size has the same bits wherever it is updated",
         same,
-        f"{bench.numel} parameters, GPU shares {', '.join(results)}: checksums of the states of each subgroup, all params",
+        f"{bench.numel} parameters, GPU shares {', '.join(results)}: checksums of each subgroup's states, all params",
     )
+
+
+def _enqueueing(context: Context, bench: Bench) -> None:
+    """How long the host is busy with a step that is wholly the GPU's."""
+    began = time.perf_counter()
+    bench.update(1)
+    enqueued = time.perf_counter() - began
+    context.synchronize()
+    seconds = time.perf_counter() - began
+    context.value("gpu_only_step", {"host_seconds": enqueued, "seconds": seconds})
+    if not context.dry:  # a stand-in does the work where it is enqueued
+        detail = f"{enqueued * 1e3:.1f} ms of {seconds * 1e3:.1f} ms"
+        context.check("the host only enqueues a step on the GPU", enqueued < 0.5 * seconds, detail)
 
 
 # --- the rows
@@ -282,7 +296,9 @@ def _sweep(context: Context, bench: Bench, rows: list[Row]) -> Fraction:
             break
         bench.seconds(lambda share=share: bench.update(share))
         seconds[share] = min(bench.seconds(lambda share=share: bench.update(share)) for _ in range(2))
-        context.value("sweep_seconds_of_gpu_share", {f"{float(share):.2f}": seconds[share] for share in sorted(seconds)})
+        context.value(
+            "sweep_seconds_of_gpu_share", {f"{float(share):.2f}": seconds[share] for share in sorted(seconds)}
+        )
     best = min(seconds, key=seconds.__getitem__)
     context.value("best_gpu_share", float(best))
     if best in SWEEP:

@@ -7,6 +7,7 @@ fresh worker for the stages that are left.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -43,6 +44,8 @@ def run_stages(names: Sequence[str], dry: bool, until: float, results: Path | No
     _prepare_imports(dry)
     import dataclasses
 
+    import torch
+
     from gpu_check_stages.context import Context, Sizes
     from gpu_check_stages.environment import NoGpuError
 
@@ -65,6 +68,7 @@ def run_stages(names: Sequence[str], dry: bool, until: float, results: Path | No
 
         context = Context(dry, sizes, began + limit, send, earlier)
         send({}, "start")
+        context.initialize()
         if limit <= 0:
             send({"reason": "no time was left"}, "skipped")
             continue
@@ -74,10 +78,15 @@ def run_stages(names: Sequence[str], dry: bool, until: float, results: Path | No
             send({"reason": str(error)}, "no_gpu")
             return
         except BaseException as error:
-            send({**context.result, "error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}, "failed")
+            send(
+                {**context.result, "error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()},
+                "failed",
+            )
             return
         earlier[name] = context.result["values"]
         send(context.result, "end")
+        gc.collect()  # what a stage leaves in cycles holds memory that the next one needs
+        torch.cuda.empty_cache()
 
 
 def _take_stdout() -> TextIO:
