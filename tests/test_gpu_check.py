@@ -1,4 +1,4 @@
-"""scripts/gpu_check without a GPU: a dry run of every stage, the supervision of workers, and that its checks can fail."""
+"""scripts/gpu_check without a GPU: a dry run of every stage, the supervision of workers, and checks that can fail."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-import gpu_check
-from gpu_check_stages import STAGES, Stage
-from gpu_check_stages.summary import summary, summary_of_stage
+import gpu_check  # noqa: E402
+from gpu_check_stages import STAGES, Stage  # noqa: E402
+from gpu_check_stages.summary import summary, summary_of_stage  # noqa: E402
 
 # One run of each kernel, of each engine case and of each row in seconds; a loaded machine may take minutes.
 PATIENCE = 600
@@ -94,12 +94,8 @@ def test_rates_have_every_figure_that_the_model_needs(dry):
         assert min(rates["links_bytes_per_second"][which].values()) > 0
     assert set(rates["two_streams_of_one_direction"]) == {"h2d", "d2h"}
     assert rates["device_update"]["chosen"]["parameters_per_second"] > 0
-    for name in (
-        "parameters_per_second_alone",
-        "parameters_per_second_beside_copies",
-        "h2d_bytes_per_second_beside_it",
-    ):
-        assert rates["host_update"][name] > 0
+    assert {"parameters_per_second_alone", "parameters_per_second_beside_copies"} < rates["host_update"].keys()
+    assert min(rates["host_update"].values()) > 0
     assert rates["page_locking"]["seconds_per_gib"] > 0
 
 
@@ -173,8 +169,6 @@ FAKE_WORKER = """
 import json, os, sys, time
 actions = json.loads(os.environ["ACTIONS"])
 names = sys.argv[sys.argv.index("--worker") + 1].split(",")
-if "--parameters" in sys.argv:
-    names = names
 import faulthandler, signal
 faulthandler.register(signal.SIGUSR1, all_threads=True)
 
@@ -301,8 +295,8 @@ def test_a_killed_run_leaves_what_it_had(tmp_path):
     worker.write_text(FAKE_WORKER)
     code = (
         "import sys, time; sys.path[:0] = [sys.argv[1]]; import gpu_check; from gpu_check_stages import STAGES; "
-        "from pathlib import Path; gpu_check.Supervisor(STAGES[:3], False, Path(sys.argv[3]), time.monotonic() + 60, 0, "
-        "[sys.executable, sys.argv[2]]).run()"
+        "from pathlib import Path; until = time.monotonic() + 60; worker = [sys.executable, sys.argv[2]]; "
+        "gpu_check.Supervisor(STAGES[:3], False, Path(sys.argv[3]), until, 0, worker).run()"
     )
     arguments = [sys.executable, "-c", code, str(SCRIPTS), str(worker), str(result)]
     process = subprocess.Popen(arguments, env=environment(ACTIONS='{"engine": "hang"}'), stdout=subprocess.DEVNULL)
@@ -421,6 +415,7 @@ def run_with_faults() -> dict[str, list[str]]:
 
     modules = {"kernels": kernels, "engine": engine, "memory": memory, "step_time": step_time}
     engine.DTYPES = {name: engine.DTYPES[name] for name in ("bf16 params and grads", "mixed")}
+    engine.SCHEDULES = {name: engine.SCHEDULES[name] for name in ("share 0.5", "share changed between steps")}
     step_time._hybrid = lambda *arguments: None  # Megatron takes long to import, and is another test's
 
     def store_any_nan(target, values):
