@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     stages = [stage for stage in STAGES if stage.name in names or stage.name == "environment"]
     supervisor = Supervisor(stages, args.dry_run, args.result, began + args.budget, args.parameters)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the worker does not outlive this process
     try:
         supervisor.build()
         supervisor.run()

@@ -34,12 +34,12 @@ class Stage:
 
 STAGES = (
     Stage("environment", "the machine", 20),
-    Stage("kernels", "device kernels give the bits of the CPU kernel", 45, checks=True),
-    Stage("engine", "the engine gives the bits of the sequential update", 45, checks=True),
-    Stage("memory", "a step leaves memory, streams and events as they were", 20, checks=True),
-    Stage("rates", "rates of the lanes, alone and together", 35),
+    Stage("kernels", "device kernels give the bits of the CPU kernel", 35, checks=True),
+    Stage("engine", "the engine gives the bits of the sequential update", 40, checks=True),
+    Stage("memory", "a step leaves memory, streams and events as they were", 15, checks=True),
+    Stage("rates", "rates of the lanes, alone and together", 30),
     Stage("step_time", "step time against other ways to update", 110),
-    Stage("connections", "step time as usual", 12, module="connections"),
+    Stage("connections", "step time as usual", 10, module="connections"),
     Stage(
         "one_connection",
         "step time with CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron sets it",

@@ -142,6 +142,7 @@ class Context:
         if not self.dry and torch.cuda.is_available():
             torch.cuda.init()
             torch.zeros(1, device=self.device)
+            _cycles_per_millisecond()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
