@@ -163,6 +163,38 @@ class TestDefaultPath:
         assert second.parent == tmp_path
 
 
+def test_psutil_is_not_needed():
+    """The environment stage and the package itself on a machine without it."""
+    code = (
+        "import sys; sys.modules['psutil'] = None; import gpu_check; "
+        "sys.exit(gpu_check.main(['--worker', 'environment', '--dry-run', '--until', '1e12']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(PYTHONPATH=str(SCRIPTS)),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert last["event"] == "end", last
+    assert "psutil is not installed" in last["notes"][-1]
+    assert last["values"]["host_memory"]["available_bytes"] > 0
+
+
+def test_streams_and_events_are_counted_whoever_makes_them():
+    torch = pytest.importorskip("torch")
+    if torch.version.cuda is None:
+        pytest.skip("torch's events need a CUDA build")
+    from gpu_check_stages.memory import _counted
+
+    with _counted() as made:
+        torch.cuda.Event()
+        torch.cuda.Event(enable_timing=True)
+    torch.cuda.Event()
+    assert made == {"streams": 0, "events": 2}
+
+
 # --- supervision, with a worker that does as it is told
 
 FAKE_WORKER = """

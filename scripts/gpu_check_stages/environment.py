@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import resource
@@ -42,7 +41,7 @@ def run(context: Context) -> None:
     context.value("host_memory", _host_memory())
     context.value("numa", _numa(context))
     context.value("variables", {name: os.environ[name] for name in VARIABLES if name in os.environ})
-    if importlib.util.find_spec("psutil") is None or getattr(sys.modules.get("psutil"), "is_stand_in", False):
+    if getattr(sys.modules.get("psutil"), "is_stand_in", False):
         context.note("psutil is not installed: free host memory was read from /proc/meminfo.")
 
 
