@@ -292,7 +292,9 @@ def ours(memory: Memory, threads: int, narrow: bool = False, out: bool = True) -
     m = memory
     grad, scale = (m.grad16, SCALE) if narrow else (m.grad, 1.0)
     target = m.out if out else None
-    return lambda: cpu.adamw(m.param, m.exp_avg, m.exp_avg_sq, grad, scalars, scale, target, threads)
+    return lambda: cpu.adamw(
+        m.param, m.exp_avg, m.exp_avg_sq, grad, scalars, grad_scale=scale, out=target, threads=threads
+    )
 
 
 def stepper(make: Callable[[list], object], memory: Memory) -> Callable[[], None]:
@@ -423,7 +425,7 @@ def pieces_contenders(memory: Memory, threads: int) -> list[Contender]:
     for start in range(0, memory.numel, size):
         span = slice(start, start + size)
         tensors = (memory.param[span], memory.exp_avg[span], memory.exp_avg_sq[span], memory.grad[span])
-        pieces.append(cpu.Piece(*tensors, scalars, 1.0, memory.out[span]))
+        pieces.append(cpu.Piece(*tensors, scalars, out=memory.out[span]))
         parameter = torch.nn.Parameter(memory.param[span])
         parameter.grad = memory.grad[span]
         optimizers.append(torch.optim.AdamW([parameter], lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True))

@@ -335,6 +335,7 @@ struct Header {
   int32_t l2_mode, stream_out;
   float scalars[9];
   float unscale, grad_scale;
+  int32_t padding;  // to a multiple of 8 bytes, as the file has it
 };
 
 void replay(const char* in_path, const char* out_path, const dos::Isa& isa) {

@@ -48,7 +48,7 @@ def replay(command: list[str], cases: list, isa: str, folder: Path) -> None:
             floats = (s.beta1, s.one_minus_beta1, s.beta2, s.one_minus_beta2, s.eps, s.decay, s.step_size)
             floats += (s.rsqrt_bias_correction2, s.weight_decay, case.unscale, case.grad_scale)
             codes = (CODES[exp_avg], CODES[exp_avg_sq], CODES[grad], CODES[out])
-            file.write(struct.pack("=q4i2i11f", case.param.size, *codes, s.l2_mode, True, *floats))
+            file.write(struct.pack("=q4i2i11f4x", case.param.size, *codes, s.l2_mode, True, *floats))
             for array in (case.param, case.exp_avg, case.exp_avg_sq, case.grad):
                 file.write(array.tobytes())
     subprocess.run([*command, "replay", str(inputs), str(outputs), isa], check=True)
