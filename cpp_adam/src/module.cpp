@@ -301,11 +301,11 @@ std::unique_ptr<dos::Pool> make_pool(int threads, std::vector<int> cpus) {
   return std::make_unique<dos::Pool>(threads, std::move(cpus));
 }
 
-std::unique_ptr<PySlab> make_slab(int64_t nbytes, int node) {
+std::unique_ptr<PySlab> make_slab(int64_t nbytes, int node, bool shared) {
   constexpr int kMostNodes = 1 << 16;
   if (nbytes < 1) refuse({"nbytes"}, "must be at least 1, got " + std::to_string(nbytes));
   if (node < -1 || node >= kMostNodes) refuse({"node"}, "not a NUMA node: " + std::to_string(node));
-  return std::make_unique<PySlab>(static_cast<size_t>(nbytes), node);
+  return std::make_unique<PySlab>(static_cast<size_t>(nbytes), node, shared);
 }
 
 }  // namespace
@@ -360,7 +360,7 @@ PYBIND11_MODULE(_cpp_adam, m) {
 
   py::class_<PySlab>(m, "Slab", py::buffer_protocol(),
                      "Zeroed, page-aligned host memory; a writable buffer of bytes, for torch.frombuffer.")
-      .def(py::init(&make_slab), py::arg("nbytes"), py::arg("node") = -1)
+      .def(py::init(&make_slab), py::arg("nbytes"), py::arg("node") = -1, py::arg("shared") = false)
       .def_property_readonly("address", [](const PySlab& slab) { return reinterpret_cast<uintptr_t>(slab.address()); })
       .def_property_readonly("nbytes", &PySlab::bytes)
       .def_property_readonly("huge_pages_asked", &PySlab::huge_pages_asked)

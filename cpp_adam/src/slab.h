@@ -9,16 +9,17 @@ namespace dos {
 // round up to powers of two), touched lazily, on huge pages where the kernel grants them.
 class Slab {
  public:
-  // Prefers memory of NUMA node `node`; -1 has no preference. Throws std::invalid_argument when bytes is 0,
+  // Prefers memory of NUMA node `node`; -1 has no preference. After a fork, parent and child have the same pages when
+  // `shared`, and copies of their own, made on writing, when not. Throws std::invalid_argument when bytes is 0,
   // std::system_error when the mapping is refused.
-  Slab(size_t bytes, int node);
+  Slab(size_t bytes, int node, bool shared);
   ~Slab();
   Slab(const Slab&) = delete;
   Slab& operator=(const Slab&) = delete;
 
   void* address() const { return address_; }
   size_t bytes() const { return bytes_; }
-  bool huge_pages_asked() const { return huge_pages_asked_; }  // and the kernel has them
+  bool huge_pages_asked() const { return huge_pages_asked_; }  // and the kernel knows of them
   bool node_preferred() const { return node_preferred_; }      // the kernel took the preference
 
  private:

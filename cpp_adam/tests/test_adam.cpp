@@ -316,15 +316,20 @@ void test_a_forked_child_gets_fresh_workers() {
 void test_slab_is_page_aligned_zeroed_and_no_larger_than_asked() {
   const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   for (const size_t bytes : {size_t{1}, page, (size_t{2} << 20) + 1, (size_t{5} << 20) + 3}) {
-    dos::Slab slab(bytes, 0);
-    unsigned char* memory = static_cast<unsigned char*>(slab.address());
-    check(reinterpret_cast<uintptr_t>(memory) % page == 0, "page-aligned");
-    check(slab.bytes() == bytes, "bytes");
-    for (size_t i = 0; i < bytes; i += 997) check(memory[i] == 0, "zeroed");
-    std::memset(memory, 1, bytes);
+    for (const bool shared : {false, true}) {
+      dos::Slab slab(bytes, 0, shared);
+      unsigned char* memory = static_cast<unsigned char*>(slab.address());
+      check(reinterpret_cast<uintptr_t>(memory) % page == 0, "page-aligned");
+      check(slab.bytes() == bytes, "bytes");
+      for (size_t i = 0; i < bytes; i += 997) check(memory[i] == 0, "zeroed");
+      std::memset(memory, 1, bytes);
+    }
   }
-  check_throws<std::invalid_argument>([] { dos::Slab none(0, -1); }, "an empty slab is refused");
-  check_throws<std::system_error>([] { dos::Slab huge(size_t{1} << 62, -1); }, "an impossible size is refused");
+  for (const bool shared : {false, true}) {
+    check_throws<std::invalid_argument>([=] { dos::Slab none(0, -1, shared); }, "an empty slab is refused");
+    check_throws<std::system_error>([=] { dos::Slab huge(size_t{1} << 62, -1, shared); },
+                                    "an impossible size is refused");
+  }
 }
 
 // `replay IN OUT ISA`: IN holds cases one after the other, a Header, then param, exp_avg, exp_avg_sq and grad. OUT gets

@@ -35,11 +35,17 @@ def zeros(numel: int, dtype: torch.dtype = torch.float32, pin: bool | None = Non
         raise ValueError(f"numel: must not be negative, got {numel}")
     if numel == 0:
         return torch.zeros(0, dtype=dtype, device="cpu")
-    if pin and not gpu.in_use():
+    with_gpu = gpu.in_use()
+    if pin and not with_gpu:
         raise RuntimeError("pin: page-locking needs a GPU that CUDA was initialised for, and there is none")
+    if pin is None:
+        pin = with_gpu
     node = memory_node()
-    slab = _cpp_adam.Slab(numel * dtype.itemsize, -1 if node is None else node)
-    if pin or (pin is None and gpu.in_use()):
+    # Locked pages are shared, because training forks (data loaders, checkpoint writers, which read the states): of
+    # private ones a new kernel copies all at every fork, and an old one may move the parent to a copy that the GPU does
+    # not see. Otherwise private: a child keeps the values as they were, and huge pages are easier to get.
+    slab = _cpp_adam.Slab(numel * dtype.itemsize, -1 if node is None else node, shared=pin)
+    if pin:
         _page_lock(slab)
     return torch.frombuffer(slab, dtype=dtype, count=numel)
 

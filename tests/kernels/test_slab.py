@@ -38,6 +38,10 @@ def mapping_of(address: int) -> dict[str, str]:
     return fields
 
 
+def is_shared(address: int) -> bool:
+    return "sh" in mapping_of(address)["VmFlags"].split()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("numel", [1, 1000, 2**20 + 1])
 def test_a_tensor_of_zeros(numel, dtype):
@@ -71,23 +75,36 @@ def test_memory_is_taken_page_by_page_and_given_back():
     assert resident() - before < 2**22
 
 
-def test_a_large_slab_asks_for_huge_pages_and_maps_no_more_than_a_page_beyond():
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_large_slab_asks_for_huge_pages_and_maps_no_more_than_a_page_beyond(shared):
     size = 3 * HUGE + 5
     before = mapped()
-    memory = _cpp_adam.Slab(size)
+    memory = _cpp_adam.Slab(size, shared=shared)
     assert mapped() - before == 3 * HUGE + mmap.PAGESIZE
     assert memory.address % HUGE == 0
     assert memory.nbytes == size
     assert len(memoryview(memory)) == size
+    assert bytes(memoryview(memory)) == bytes(size), "zeroed"
     available = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     assert memory.huge_pages_asked == available.exists()
     if memory.huge_pages_asked:
         assert "hg" in mapping_of(memory.address)["VmFlags"].split()
+    before = mapped()
+    del memory
+    assert before - mapped() == 3 * HUGE + mmap.PAGESIZE, "all of it is given back"
 
 
-def test_a_preferred_node_is_never_a_reason_to_fail():
+def test_a_large_shared_slab_begins_on_a_huge_page_of_its_memory():
+    memory = _cpp_adam.Slab(3 * HUGE, shared=True)
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    (offset,) = [int(fields[2], 16) for fields in maps if fields[0].startswith(f"{memory.address:x}-")]
+    assert offset == 0, "otherwise the kernel cannot map huge pages"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_preferred_node_is_never_a_reason_to_fail(shared):
     for node in (-1, 0, 1, 63, 1000):
-        memory = _cpp_adam.Slab(mmap.PAGESIZE, node)
+        memory = _cpp_adam.Slab(mmap.PAGESIZE, node, shared)
         memoryview(memory)[0] = 1
 
 
@@ -129,11 +146,16 @@ def test_pages_are_locked_where_a_gpu_is_in_use_and_unlocked_before_they_go(monk
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     tensor = slab.zeros(1000)
     assert cudart.locked == {tensor.data_ptr(): 4000}, "exactly the bytes asked for"
+    assert is_shared(tensor.data_ptr())
     del tensor
     gc.collect()
     assert cudart.locked == {}
-    assert slab.zeros(1000, pin=False).sum() == 0
+    plain = slab.zeros(1000, pin=False)
+    assert plain.sum() == 0
+    assert not is_shared(plain.data_ptr())
     assert cudart.locked == {}
+    locked = slab.zeros(1000, pin=True)
+    assert is_shared(locked.data_ptr())
 
 
 def test_failure_to_lock_pages_says_what_to_do(monkeypatch):
@@ -185,3 +207,26 @@ def test_a_child_process_may_read_a_slab():
     if child == 0:
         os._exit(0 if (tensor == 5).all() else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("size", [100, HUGE + 100])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_writes_after_a_fork_cross_it_only_in_a_shared_slab(shared, size):
+    memory = _cpp_adam.Slab(size, shared=shared)
+    view = memoryview(memory)
+    view[0] = view[-1] = 1
+    ready, go = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(ready, 1)
+        seen = view[0]
+        view[-1] = 3
+        os._exit(seen)
+    view[0] = 2
+    os.write(go, b"x")
+    seen_by_child = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os.close(ready)
+    os.close(go)
+    assert seen_by_child == (2 if shared else 1)
+    assert view[-1] == (3 if shared else 1)
