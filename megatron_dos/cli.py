@@ -23,7 +23,8 @@ Add deep optimizer states to a Megatron-LM checkout: an argument group, a check 
 OptimizerConfig, and the choice of the optimizer's class. Without --use-deep-optimizer-states the patched tree does
 what it did before.
 
-All files are compared with the known version first, and are changed all or none. Patching twice is harmless.
+All files are compared with the known version first, and are changed all or none. Patching twice is harmless, and a
+checkout that is patched in part, by a run that was killed, is finished.
 Known Megatron core versions: {versions}.
 
 Training with a patched checkout imports megatron_dos: keep this package installed, or unpatch first."""
@@ -39,6 +40,8 @@ def _patch(options: argparse.Namespace) -> int:
         print(f"already patched: {result.root} (Megatron core {result.version})")
         return 0
     _report("patched", result)
+    if result.mended:
+        print("the other files were patched already: the tree was patched in part")
     print(f"train with: --use-distributed-optimizer --use-deep-optimizer-states\nundo with:  {_undo(result)}")
     return 0
 

@@ -2,6 +2,8 @@
 
 A patch is applied to known bytes only: every file's SHA-256 is compared before anything is written, the new bytes
 are computed in memory and compared too, and only then are the files replaced, each atomically and all or none.
+Where the program is killed in between, the files are left in a state that harms no training, and the next run mends
+the tree.
 Nothing here imports Megatron or torch, and no git or patch program is needed.
 """
 
@@ -19,6 +21,7 @@ import os
 import re
 import stat
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +35,18 @@ __all__ = ["Change", "Patch", "PatchError", "Result", "apply", "known_patches", 
 FORMAT = 1
 _PACKAGE_INFO = "megatron/core/package_info.py"
 _INSTALL_INSTEAD = "call megatron_dos.install() before training, which needs no patch"
+
+# Files are patched in this order and unpatched in the reverse one, so that a killed run leaves nothing that reads a
+# config field which does not exist, and no flag without what it does. Files not named here come first.
+_ORDER = (
+    "megatron/core/optimizer/optimizer_config.py",
+    "megatron/core/optimizer/__init__.py",
+    "megatron/training/arguments.py",
+)
+# Between the name of the file and the random part of the name of its staged copy.
+_STAGED = ".megatron-dos-"
+_ABANDONED_AFTER_S = 3600
+"""Age of a staged file that no run is taken to be using, on a file system without locks."""
 
 
 class PatchError(Exception):
@@ -216,6 +231,11 @@ class Result:
     patch: Patch
     changes: tuple[Change, ...]
 
+    @property
+    def mended(self) -> bool:
+        """Whether some files were as asked already, and others not: after a killed run, or a checkout of one file."""
+        return 0 < len(self.changes) < len(self.patch.files)
+
 
 def read_version(root: Path) -> str:
     """Version of the Megatron tree at `root`, from megatron/core/package_info.py, which is read but not run."""
@@ -331,7 +351,7 @@ def _match(root: Path, version: str) -> tuple[Patch, dict[str, bytes]]:
 def _stage(file: Path, content: bytes) -> Path:
     """Write `content` beside `file`, with its permissions, and return where. Nothing is left behind on failure."""
     status = file.stat()
-    descriptor, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+    descriptor, name = tempfile.mkstemp(prefix=f".{file.name}{_STAGED}", suffix=".tmp", dir=file.parent)
     try:
         with open(descriptor, "wb") as stream:
             if os.geteuid() == 0:
@@ -346,9 +366,20 @@ def _stage(file: Path, content: bytes) -> Path:
     return Path(name)
 
 
+def _remove_leftovers(root: Path, patch: Patch, locked: bool) -> None:
+    """Remove what killed runs staged. Without a lock a recent file may belong to a run under way, and stays."""
+    for target in patch.files:
+        file = root / target.path
+        for leftover in file.parent.glob(f".{file.name}{_STAGED}*.tmp"):
+            with contextlib.suppress(OSError):
+                if locked or time.time() - leftover.stat().st_mtime > _ABANDONED_AFTER_S:
+                    leftover.unlink()
+
+
 def _write_all(root: Path, contents: Mapping[str, tuple[bytes, bytes]]) -> None:
     """Replace each file's old bytes by its new ones, `contents` being path -> (old, new): all of them, or none.
 
+    The files are replaced in the order of `contents`, and put back in the reverse one.
     Each file is replaced atomically, so no reader sees half a file. New and old bytes are both staged before the
     first replacement: what can fail for want of space or rights fails while nothing is changed, and going back is
     a mere rename.
@@ -368,7 +399,7 @@ def _write_all(root: Path, contents: Mapping[str, tuple[bytes, bytes]]) -> None:
             replaced.append((file, old))
             os.replace(new, file)
     except BaseException as error:
-        stuck = [str(file.relative_to(root)) for file, old in replaced if not _put_back(old, file)]
+        stuck = [str(file.relative_to(root)) for file, old in reversed(replaced) if not _put_back(old, file)]
         if stuck:
             raise PatchError(
                 f"{root} cannot be written ({error}), and these files could not be put back: {', '.join(stuck)}. "
@@ -392,29 +423,31 @@ def _put_back(old: Path, file: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(root: Path) -> Iterator[None]:
-    """Hold off other runs of this program on the same tree."""
+def _locked(root: Path) -> Iterator[bool]:
+    """Hold off other runs of this program on the same tree, and tell whether that is possible."""
     descriptor = os.open(root, os.O_RDONLY)
     try:
+        locked = False
         # Some network file systems cannot lock a folder. What is written is complete and checked all the same.
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
+            locked = True
+        yield locked
     finally:
         os.close(descriptor)
 
 
+def _place(path: str) -> int:
+    """Where a target file stands in the order of patching."""
+    return _ORDER.index(path) if path in _ORDER else -1
+
+
 def _convert(path: Path, wanted: State) -> Result:
     root = _find_root(path)
-    with _locked(root):
+    with _locked(root) as locked:
         version = read_version(root)
         patch, contents = _match(root, version)
         todo = [file for file in patch.files if _state(file, contents[file.path]) is not wanted]
-        if wanted is State.PATCHED and 0 < len(todo) < len(patch.files):
-            raise PatchError(
-                f"{root} is patched in part: not in {', '.join(file.path for file in todo)}. "
-                f"Undo the rest first: megatron-dos unpatch {root}"
-            )
         changes, rewritten = [], {}
         for file in todo:
             old = contents[file.path]
@@ -424,7 +457,9 @@ def _convert(path: Path, wanted: State) -> Result:
             rewritten[file.path] = (old, new)
             added, removed = (sum(hunk.count(kind) for hunk in file.hunks) for kind in (b"+", b"-"))
             changes.append(Change(file.path, *((added, removed) if wanted is State.PATCHED else (removed, added))))
-        _write_all(root, rewritten)
+        _remove_leftovers(root, patch, locked)
+        order = sorted(rewritten, key=_place, reverse=wanted is State.UNPATCHED)
+        _write_all(root, {path: rewritten[path] for path in order})
     return Result(root, version, patch, tuple(changes))
 
 
@@ -436,11 +471,11 @@ def _guarded(path: Path, wanted: State) -> Result:
 
 
 def apply(path: str | os.PathLike[str]) -> Result:
-    """Patch the Megatron checkout at `path`.
+    """Patch the Megatron checkout at `path`. Also finishes a tree that is patched in part.
 
     Raises:
-        PatchError: the tree is no checkout, of an unknown version, changed locally, patched in part, or not
-            writable. Nothing was changed.
+        PatchError: the tree is no checkout, of an unknown version, changed locally, or not writable. Nothing was
+            changed.
     """
     return _guarded(Path(path), State.PATCHED)
 

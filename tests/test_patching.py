@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron_trees import PACKAGE_INFO, TARGETS, snapshot
 
-from megatron_dos import patching
+from megatron_dos import cli, patching
 from megatron_dos.arguments import DosOptions, field_docs
 from megatron_dos.patching import Hunk, PatchError, apply_hunks, parse_diff
 
@@ -262,15 +262,123 @@ class TestRefused:
 
 class TestPatchedInPart:
     @pytest.mark.parametrize("missing", TARGETS)
-    def test_patch_refuses_and_unpatch_mends(self, tree, missing):
+    def test_patch_finishes_and_unpatch_takes_back(self, tree, missing):
         before = snapshot(tree)
-        patching.apply(tree)
+        assert not patching.apply(tree).mended
+        after = snapshot(tree)
         (tree / missing).write_bytes(before[missing][1])
-        message = refusal(patching.apply, tree, tree)
-        assert f"not in {missing}" in message
-        assert f"megatron-dos unpatch {tree}" in message
+        result = patching.apply(tree)
+        assert [change.path for change in result.changes] == [missing]
+        assert result.mended
+        assert snapshot(tree) == after
+        (tree / missing).write_bytes(before[missing][1])
         assert len(patching.revert(tree).changes) == 2
         assert snapshot(tree) == before
+
+    def test_the_command_says_that_it_finished_the_rest(self, tree, capsys):
+        original = (tree / TARGETS[1]).read_bytes()
+        assert cli.main(["patch", str(tree)]) == 0
+        assert "in part" not in capsys.readouterr().out
+        (tree / TARGETS[1]).write_bytes(original)
+        assert cli.main(["patch", str(tree)]) == 0
+        out = capsys.readouterr().out
+        assert "the tree was patched in part" in out
+        assert TARGETS[0] not in out
+
+    def test_a_local_change_beside_it_is_still_refused(self, patched):
+        edit(patched / TARGETS[1], b"import", b"import  ")
+        assert TARGETS[1] in refusal(patching.apply, patched, patched)
+
+
+def killed(call, tree: Path, renames: int) -> None:
+    """Run `call(tree)` in a process that ends without any cleaning up at its rename number `renames`, from 0."""
+    patching.known_patches()
+    child = os.fork()
+    if child == 0:
+        done, replace = [], os.replace
+
+        def replace_or_die(source, target):
+            if len(done) == renames:
+                os._exit(9)
+            done.append(target)
+            replace(source, target)
+
+        patching.os.replace = replace_or_die
+        try:
+            call(tree)
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+class TestKilledRun:
+    """What is left by a run that could not clean up, and what the next run makes of it."""
+
+    ORDER = (TARGETS[1], TARGETS[0], TARGETS[2])  # config fields, their reader in the optimizer, flags
+
+    @pytest.fixture(params=[patching.apply, patching.revert], ids=["patch", "unpatch"])
+    def call(self, request):
+        return request.param
+
+    @pytest.mark.parametrize("following", [patching.apply, patching.revert], ids=["then patch", "then unpatch"])
+    @pytest.mark.parametrize("renames", range(3))
+    def test_the_next_run_mends_it_and_leaves_nothing_behind(self, tree, call, renames, following):
+        original = snapshot(tree)
+        patching.apply(tree)
+        patched = snapshot(tree)
+        if call is patching.apply:
+            patching.revert(tree)
+        killed(call, tree, renames)
+        assert snapshot(tree).keys() > original.keys(), "the killed run had staged files"
+        following(tree)
+        assert snapshot(tree) == (patched if following is patching.apply else original)
+        patching.revert(tree)
+        assert snapshot(tree) == original
+
+    @pytest.mark.parametrize("renames", range(4))
+    def test_fields_come_before_their_readers_and_flags_last(self, tree, renames):
+        original = snapshot(tree)
+        patching.apply(tree)
+        patched = snapshot(tree)
+        patching.revert(tree)
+        half = {name: (patched if name in self.ORDER[:renames] else original)[name] for name in TARGETS}
+        if renames < 3:
+            killed(patching.apply, tree, renames)
+            assert half.items() <= snapshot(tree).items()
+        patching.apply(tree)
+        if renames > 0:
+            killed(patching.revert, tree, 3 - renames)
+            assert half.items() <= snapshot(tree).items()
+
+    def test_a_tree_that_needs_no_change_is_swept_too(self, tree, call):
+        if call is patching.apply:
+            patching.apply(tree)
+        before = snapshot(tree)
+        (tree / TARGETS[0]).with_name(".__init__.py.megatron-dos-a1b2c3d4.tmp").write_text("left")
+        assert call(tree).changes == ()
+        assert snapshot(tree) == before
+
+    def test_files_of_others_stay(self, tree, call):
+        names = (".__init__.py.swp", ".__init__.py.a1b2c3d4", "__init__.py.megatron-dos-a.tmp", ".megatron-dos-a.tmp")
+        others = [(tree / TARGETS[0]).with_name(name) for name in names]
+        for other in others:
+            other.write_text("mine")
+        call(tree)
+        assert [other.read_text() for other in others] == ["mine"] * len(others)
+
+    def test_without_locks_what_another_run_may_be_using_stays(self, tree, monkeypatch):
+        def no_locks(descriptor, operation):
+            raise OSError(errno.ENOLCK, "No locks available")
+
+        monkeypatch.setattr(patching.fcntl, "flock", no_locks)
+        leftover = (tree / TARGETS[0]).with_name(".__init__.py.megatron-dos-a1b2c3d4.tmp")
+        leftover.write_text("left")
+        patching.apply(tree)
+        assert leftover.exists()
+        old = leftover.stat().st_mtime - 2 * 3600
+        os.utime(leftover, (old, old))
+        patching.revert(tree)
+        assert not leftover.exists()
 
 
 class TestAllOrNothing:
@@ -327,7 +435,7 @@ class TestAllOrNothing:
         replace = os.replace
 
         def broken_after_first(source, target):
-            if Path(target) != tree / TARGETS[0] or broken_after_first.done:
+            if Path(target) != tree / TARGETS[1] or broken_after_first.done:
                 raise OSError(errno.EROFS, "Read-only file system")
             replace(source, target)
             broken_after_first.done = True
@@ -338,7 +446,7 @@ class TestAllOrNothing:
             patch.setattr(patching.os, "replace", broken_after_first)
             with pytest.raises(PatchError, match="could not be put back") as caught:
                 patching.apply(tree)
-        assert TARGETS[0] in str(caught.value)
+        assert TARGETS[1] in str(caught.value)
         assert f"megatron-dos unpatch {tree}" in str(caught.value)
         patching.revert(tree)
         assert snapshot(tree) == before
