@@ -539,14 +539,19 @@ def set_stream(stream: Stream) -> None:
     _State.stream = stream
 
 
-@contextlib.contextmanager
-def stream_context(stream: Stream | None):
-    """torch.cuda.stream(...)."""
-    if stream is None:
-        yield
-        return
-    with stream:
-        yield
+class StreamContext:
+    """torch.cuda.stream(...). As the real one, it can be entered again: Megatron keeps one for two collectives."""
+
+    def __init__(self, stream: Stream | None) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self.stream.__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        if self.stream is not None:
+            self.stream.__exit__(*exc)
 
 
 # ---- Devices, memory figures ----------------------------------------------------------------------------------------
@@ -813,8 +818,8 @@ def _build_cuda() -> types.ModuleType:
     streams = {
         "Stream": Stream,
         "Event": Event,
-        "stream": stream_context,
-        "StreamContext": stream_context,
+        "stream": StreamContext,
+        "StreamContext": StreamContext,
         "current_stream": current_stream,
         "default_stream": default_stream,
         "set_stream": set_stream,

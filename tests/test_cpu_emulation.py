@@ -549,6 +549,24 @@ def test_streams_and_events_answer_as_on_an_idle_gpu():
 
 
 @emulated
+def test_a_stream_context_can_be_entered_again():
+    stream, other = torch.cuda.Stream(), torch.cuda.Stream()
+    context, nothing = torch.cuda.stream(stream), torch.cuda.StreamContext(None)
+    with context, pytest.raises(ZeroDivisionError), torch.cuda.stream(other):
+        raise ZeroDivisionError
+    assert torch.cuda.current_stream() is torch.cuda.default_stream()
+    for before in (torch.cuda.default_stream(), other):
+        torch.cuda.set_stream(before)
+        with context as entered:
+            assert entered is None
+            assert torch.cuda.current_stream() is stream
+            with nothing:
+                assert torch.cuda.current_stream() is stream
+        assert torch.cuda.current_stream() is before
+    torch.cuda.set_stream(torch.cuda.default_stream())
+
+
+@emulated
 def test_there_is_one_device_for_each_local_rank():
     os.environ["LOCAL_WORLD_SIZE"] = "4"
     try:

@@ -85,6 +85,7 @@ def test_bit_equal_in_the_other_layouts(megatron, layout, precision):
         ["--decoupled-lr", "5e-3", "--decoupled-min-lr", "1e-3", "--untie-embeddings-and-output-weights"],
         ["--bf16", "--accumulate-allreduce-grads-in-fp32"],
         ["--num-distributed-optimizer-instances", "2"],
+        ["--num-distributed-optimizer-instances", "2", "--overlap-grad-reduce"],
     ],
     ids=lambda arguments: " ".join(arguments),
 )
