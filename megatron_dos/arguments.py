@@ -367,6 +367,13 @@ REFUSALS: tuple[_Refusal, ...] = (
         reason="the checkpoint would be written from host states that the next step already changes",
         way_out=_DROP,
     ),
+    _Refusal(
+        flag="--ckpt-convert-update-legacy-dist-opt-format",
+        fields=("ckpt_convert_update_legacy_dist_opt_format",),
+        refused=bool,
+        reason="Megatron's converter of that old format writes to main parameters on the GPU, which do not exist here",
+        way_out="Convert the checkpoint once without deep optimizer states, then load the result",
+    ),
     # Last, because Megatron turns the distributed optimizer off for some of the above, which are then the cause.
     _Refusal(
         verb="needs",

@@ -96,6 +96,8 @@ class UpdateEngine:
         self.device_kernel = device_kernel
         self._device = device or HostDevice()
         self._in_flight = False
+        self._program: Program | None = None
+        self._program_of: tuple[EngineOptions, tuple[bool, ...]] | None = None
         require_host_memory(host_bytes(partition, options.host_slots))
         self.states = HostStates(partition.numel)
         # An element has 4 bytes of a slot, whatever its dtype, so that pieces of different dtypes cannot overlap.
@@ -112,7 +114,12 @@ class UpdateEngine:
             self._device.synchronize()
             self._in_flight = False
         start, stop = self.partition.slab_ranges[owner]
-        return {name: getattr(self.states, name)[start:stop] for name in ("master", "exp_avg", "exp_avg_sq")}
+        return {
+            # A storage of its own over the slab's memory: Megatron copies a tensor that is part of a larger storage
+            # before it saves it, which would double the states.
+            name: torch.from_numpy(getattr(self.states, name).numpy()[start:stop])
+            for name in ("master", "exp_avg", "exp_avg_sq")
+        }
 
     @torch.no_grad()
     def update(self, inputs: StepInputs) -> None:
@@ -123,23 +130,22 @@ class UpdateEngine:
         self._device.run(program, operations.handlers(), operations.memory)
 
     def program(self, grads: Sequence[torch.Tensor]) -> Program:
-        """The program of a step with these grads and the present options."""
-        subgroups = self.partition.subgroups
-        return build_program(
-            [
-                SubgroupShape(
-                    subgroup.bucket,
-                    subgroup.numel,
-                    casts=self.options.grads_as_fp32
-                    and any(grads[piece.owner].dtype != torch.float32 for piece in subgroup.pieces),
-                )
-                for subgroup in subgroups
-            ],
-            self._placements(),
-            host_slots=len(self.host_grads),
-            device_slots=self.options.device_slots,
-            last_bucket_first=self.options.last_bucket_first,
-        )
+        """The program of a step with these grads and the present options; the last step's if they are the same."""
+        casts = tuple(self.options.grads_as_fp32 and grad.dtype != torch.float32 for grad in grads)
+        if self._program is None or self._program_of != (self.options, casts):
+            shapes = [
+                SubgroupShape(subgroup.bucket, subgroup.numel, any(casts[piece.owner] for piece in subgroup.pieces))
+                for subgroup in self.partition.subgroups
+            ]
+            self._program = build_program(
+                shapes,
+                self._placements(),
+                host_slots=len(self.host_grads),
+                device_slots=self.options.device_slots,
+                last_bucket_first=self.options.last_bucket_first,
+            )
+            self._program_of = (self.options, casts)
+        return self._program
 
     def _placements(self) -> Sequence[Placement]:
         subgroups, options = self.partition.subgroups, self.options

@@ -59,7 +59,7 @@ class StepOperations:
         device = inputs.grads[0].device if inputs.grads else torch.device("cpu")
         streamed = [s.numel for s, p in zip(subgroups, program.placements, strict=True) if p is Placement.STREAMED]
         self._states_slots = [
-            torch.empty((len(_STATES), max(streamed)), dtype=torch.float32, device=device)
+            torch.empty((len(_STATES), _aligned(max(streamed))), dtype=torch.float32, device=device)
             for _ in range(min(program.device_slots, len(streamed)))
         ]
         self._cast = {op.subgroup for op in program.ops if op.kind is OpKind.CAST_GRAD}
@@ -196,6 +196,11 @@ class StepOperations:
         """The factors on the FP32 grad, in order: FP32 grads have been unscaled in place by Megatron."""
         is_fp32 = self._inputs.grads[piece.owner].dtype == torch.float32
         return (1.0 if is_fp32 else self._inputs.unscale), self._inputs.grad_scales.get(piece.owner, 1.0)
+
+
+def _aligned(numel: int) -> int:
+    """Elements of a row whose successor starts on a boundary that kernels can load several elements from at once."""
+    return -(-numel // 64) * 64
 
 
 def _typed(slot: torch.Tensor, at: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

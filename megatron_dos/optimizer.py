@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_dos.arguments import DosOptions, validate_optimizer
+from megatron_dos.arguments import DosOptions, UnsupportedOptionError, validate_optimizer
 from megatron_dos.device import CudaDevice, HostDevice
 from megatron_dos.engine import EngineOptions, UpdateEngine, host_bytes, staging_bytes
 from megatron_dos.kernels import AdamScalars, device_kernel
@@ -34,6 +34,9 @@ __all__ = ["DeepStatesOptimizer", "HostAdam", "make_device"]
 # The share of the parameters that a GPU updates when the user names none: the published rule of thumb. It changes the
 # speed only, never a bit.
 GPU_SHARE = 0.5
+
+# Every subgroup costs some bookkeeping in each step; beyond this many it would be felt.
+MOST_SUBGROUPS = 1 << 16
 
 
 class HostAdam(torch.optim.Optimizer):
@@ -154,6 +157,12 @@ class HostAdam(torch.optim.Optimizer):
         self.step_count = steps.pop() if steps else 0
 
 
+def _norm(master: torch.Tensor) -> torch.Tensor:
+    """L2 norm of a host shard, one FP32 element. torch's own loses digits on large tensors in host memory."""
+    norms = torch.stack([torch.norm(part) for part in master.split(1 << 20)])
+    return norms[:1] if len(norms) == 1 else norms.double().norm().float().reshape(1)
+
+
 def make_device(device: torch.device) -> Any:
     """What runs the programs of parameters on `device`."""
     return CudaDevice(device) if device.type == "cuda" else HostDevice()
@@ -213,11 +222,18 @@ class DeepStatesOptimizer(DistributedOptimizer):
                 self._shards += shards_of_group
         self._owner_of = {param: owner for owner, param in enumerate(self._owned_params)}
 
-        self._device = self.buffers[0].grad_data.device
+        # A rank can have param groups and yet no buffer: a pipeline stage without experts, say.
+        self._device = self.buffers[0].grad_data.device if self.buffers else torch.device("cpu")
         ranges = owned_ranges(self.gbuf_ranges, self._owner_of)
-        size = options.dos_subgroup_size or automatic_subgroup_size(sum(owned.numel for owned in ranges))
+        owned = sum(part.numel for part in ranges)
+        size = options.dos_subgroup_size or automatic_subgroup_size(owned)
+        if owned > size * MOST_SUBGROUPS:
+            raise UnsupportedOptionError(
+                f"--dos-subgroup-size {size} cuts the {owned:,} parameters that this rank owns into more than "
+                f"{MOST_SUBGROUPS:,} subgroups. Give at least {-(-owned // MOST_SUBGROUPS):,}, or 0 (automatic)."
+            )
         subgroups = partition(ranges, size)
-        gathers_early = is_possible(config, self.ddp_config)
+        gathers_early = is_possible(config, self.ddp_config, model_chunks[0].config)
         engine_options = replace(_engine_options(options, self._device), last_bucket_first=gathers_early)
         _announce(subgroups, engine_options)
         self._engine = UpdateEngine(
@@ -225,7 +241,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
             [shard.detach() for shard in self._shards],
             engine_options,
             make_device(self._device),
-            device_kernel.select(options.dos_gpu_kernel, self._device, engine_options.threads),
+            device_kernel.select(options.dos_gpu_kernel, self._device, engine_options.threads) if owned else None,
         )
         self._low_precision = LowPrecisionGrads()
         self.optimizer = HostAdam(
@@ -237,6 +253,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
             early_gather=EarlyParamGather(model_chunks, self.buffers, self._engine.buckets) if gathers_early else None,
         )
         self._copy_model_params_to_main_params()
+        self._fp32_params_were_set = True
 
     def _copy_model_grads_to_main_grads(self) -> None:
         """Adds to the base: grads that are not FP32 get stand-ins, see `low_precision_grads`."""
@@ -264,10 +281,24 @@ class DeepStatesOptimizer(DistributedOptimizer):
         return grads if self.is_stub_optimizer else self._low_precision.for_norm(grads)
 
     def step_with_ready_grads(self) -> bool:
-        """Adds to the base: `--log-params-norm` is answered from the new masters."""
+        """Adds to the base: FP32 params are adopted first; `--log-params-norm` is answered from the new masters."""
+        self._adopt_fp32_params()
         success = super().step_with_ready_grads()
         self._refresh_params_norm()
         return success
+
+    def _adopt_fp32_params(self) -> None:
+        """Before the first step after construction or a load: masters of FP32 params are what the params are.
+
+        For Megatron an FP32 param is its own master, so it does not call `reload_model_params` after it has loaded FP32
+        weights without optimizer states. From then on the update itself keeps the two the same.
+        """
+        if self.is_stub_optimizer or not self._fp32_params_were_set:
+            return
+        for owner, shard in enumerate(self._shards):
+            if shard.dtype == torch.float32:
+                self._engine.owner_states(owner)["master"].copy_(shard.detach())
+        self._fp32_params_were_set = False
 
     def _refresh_params_norm(self) -> None:
         """Let `main_param` of the 16-bit params hold the norm of their master shard, if the user logs the params norm.
@@ -279,7 +310,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
         for owner, param in enumerate(self._owned_params):
             if param.dtype != torch.float32:
                 master = self._engine.owner_states(owner)["master"]
-                param.main_param = torch.norm(master).reshape(1).to(param.device)
+                param.main_param = _norm(master).to(param.device)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Adds to the base: the step's 16-bit grads are let go."""
@@ -311,6 +342,9 @@ class DeepStatesOptimizer(DistributedOptimizer):
         """Replaces: the counterpart of `_get_main_param_and_optimizer_states`. Copies into the host states."""
         for key, state in self._get_main_param_and_optimizer_states(model_param).items():
             state.copy_(tensors[key])
+        if model_param.dtype == torch.float32:  # its own master, for the base
+            self._shards[self._owner_of[model_param]].detach().copy_(tensors["param"])
+            self._fp32_params_were_set = True
 
     def state_dict(self) -> dict[str, Any]:
         """Replaces: how the step is found. The base reads it from per-tensor states and fails on a rank without any."""

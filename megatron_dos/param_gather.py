@@ -13,10 +13,12 @@ from typing import Any
 __all__ = ["EarlyParamGather", "is_possible"]
 
 
-def is_possible(config: Any, ddp_config: Any) -> bool:
-    """Whether Megatron lets somebody else start the gathers: not where it starts them at moments of its own."""
+def is_possible(config: Any, ddp_config: Any, model_config: Any) -> bool:
+    """Whether Megatron lets somebody else start the gathers: not where it starts them at moments of its own, nor
+    where a CUDA graph of the whole iteration holds the waits for them."""
     return (
         ddp_config.overlap_param_gather
+        and getattr(model_config, "cuda_graph_impl", "none") != "full_iteration"
         and not ddp_config.align_param_gather
         and not config.overlap_param_gather_with_optimizer_step
     )
@@ -58,7 +60,14 @@ class EarlyParamGather:
         warnings.filterwarnings("ignore", message="The next bucket's parameter all-gather operation has already been")
 
     def begin(self) -> None:
-        """A new step: nothing is written yet."""
+        """A new step: nothing is written yet, and no gather of an earlier one may still be under way.
+
+        The forward pass has waited for all that it used; what it did not use is waited for here.
+        """
+        for _, group in self._groups:
+            if group.param_gather_handle is not None:
+                group.param_gather_handle.wait()
+                group.param_gather_handle = None
         self._written.clear()
         self._started = 0
 

@@ -141,7 +141,9 @@ class _Builder:
         self.ops: list[Op] = []
         self._last_write: dict[Resource, int] = {}
         self._reads_since: dict[Resource, list[int]] = {}
-        self._before: list[frozenset[int]] = []  # for each operation, all that must have ended before it
+        # For each operation, and each stream, the last operation of that stream that has ended by its end. Streams
+        # are in order, so all earlier ones of the stream have ended, too.
+        self._ended: list[dict[Stream, int]] = []
         self._last_on_stream: dict[Stream, int] = {}
 
     def add(
@@ -153,9 +155,13 @@ class _Builder:
             waits.update(self._reads_since.get(resource, ()))
         depends_on = self._needed(waits, stream)
         self.ops.append(Op(index, kind, stream, subgroup, slot, frozenset(reads), frozenset(writes), depends_on))
+        ended: dict[Stream, int] = {}
         previous = self._last_on_stream.get(stream)
-        direct = depends_on if previous is None else (*depends_on, previous)
-        self._before.append(frozenset(direct).union(*(self._before[i] for i in direct)))
+        for earlier in depends_on if previous is None else (*depends_on, previous):
+            for other, last in self._ended[earlier].items():
+                ended[other] = max(last, ended.get(other, -1))
+        ended[stream] = index
+        self._ended.append(ended)
         self._last_on_stream[stream] = index
         for resource in writes:
             self._last_write[resource] = index
@@ -166,9 +172,13 @@ class _Builder:
     def _needed(self, waits: set[int], stream: Stream) -> tuple[int, ...]:
         """The waits that neither the stream's order nor another wait implies."""
         previous = self._last_on_stream.get(stream)
-        implied = frozenset() if previous is None else self._before[previous] | {previous}
-        waits = {wait for wait in waits if wait not in implied}
-        return tuple(sorted(w for w in waits if not any(w in self._before[other] for other in waits if other != w)))
+        if previous is not None:
+            waits = {wait for wait in waits if not self._implies(previous, wait)}
+        return tuple(sorted(w for w in waits if not any(self._implies(other, w) for other in waits if other != w)))
+
+    def _implies(self, index: int, earlier: int) -> bool:
+        """Whether `earlier` has ended when the operation `index` has."""
+        return self._ended[index].get(self.ops[earlier].stream, -1) >= earlier
 
 
 @dataclass(frozen=True)
@@ -207,8 +217,9 @@ def build_program(
     build = _Builder()
     buckets = list(dict.fromkeys(shape.bucket for shape in subgroups))
     members: list[list[int]] = [[] for _ in buckets]
+    numbers = {bucket: number for number, bucket in enumerate(buckets)}
     for index, shape in enumerate(subgroups):
-        members[buckets.index(shape.bucket)].append(index)
+        members[numbers[shape.bucket]].append(index)
     used = dict.fromkeys(Placement, 0)
     order = reversed(range(len(buckets))) if last_bucket_first else range(len(buckets))
     for bucket, index in [(number, index) for number in order for index in members[number]]:

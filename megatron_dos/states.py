@@ -6,12 +6,13 @@ second host copy.
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
-from megatron_dos.kernels import slab
+from megatron_dos.kernels import gpu, slab
+from megatron_dos.kernels.threads import ranks_on_node
 
 __all__ = ["BYTES_PER_PARAMETER", "HostMemoryError", "HostStates", "require_host_memory"]
 
@@ -37,35 +38,58 @@ class HostStates:
 
 
 def available_host_memory() -> int:
-    """Bytes this process may still take: the machine's, or its container's limit where that is lower."""
+    """Bytes this process may still take: the machine's, or those of the tightest of its control groups."""
     available = psutil.virtual_memory().available
-    for limit_file, usage_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            limit = Path(limit_file).read_text().strip()
-            usage = Path(usage_file).read_text().strip()
-        except OSError:
-            continue
-        if limit.isdigit() and usage.isdigit():  # "max" where there is no limit
-            available = min(available, max(int(limit) - int(usage), 0))
+    for group in _control_groups():
+        for limit_name, usage_name, cache in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            try:
+                limit = (group / limit_name).read_text().strip()
+                usage = (group / usage_name).read_text().strip()
+                statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            except OSError:
+                continue
+            if limit.isdigit() and usage.isdigit():  # "max" where there is no limit
+                used = int(usage) - int(statistics.get(cache, 0))  # file cache is given up when memory is asked for
+                available = min(available, max(int(limit) - used, 0))
     return available
 
 
-def require_host_memory(needed: int, ranks_on_node: int | None = None) -> None:
-    """Refuse before anything is allocated when the node's ranks would not fit.
+def _control_groups() -> Iterator[Path]:
+    """Folders of the control groups of this process, from its own up to the root: a job's limit can sit on any."""
+    roots = {"": Path("/sys/fs/cgroup"), "memory": Path("/sys/fs/cgroup/memory")}
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        root = roots.get("memory" if "memory" in controllers.split(",") else controllers)
+        if root is not None:
+            own = root / name.lstrip("/")
+            yield own
+            yield from (parent for parent in own.parents if parent.is_relative_to(root))
+    yield from roots.values()  # what a container sees of its own group
+
+
+def require_host_memory(needed: int) -> None:
+    """Refuse before anything is allocated when the states would not fit.
+
+    With a GPU memory is taken at once, so each rank compares its own need with what the ranks before it have left.
+    Without one pages are taken when they are first written, so the need of all ranks of the node is compared.
 
     Args:
-        needed: bytes of states and staging of this rank; the other ranks of the node are taken to need as much.
-        ranks_on_node: default LOCAL_WORLD_SIZE, as torchrun sets it, or 1.
+        needed: bytes of states and staging of this rank; other ranks of the node are taken to need as much.
 
     Raises:
-        HostMemoryError: the sum exceeds what is available.
+        HostMemoryError: the need exceeds what is available.
     """
-    ranks = ranks_on_node or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = ranks_on_node()
     available = available_host_memory()
-    if needed * ranks > available:
+    counted = 1 if gpu.in_use() else ranks
+    if needed * counted > available:
         raise HostMemoryError(
             f"--use-deep-optimizer-states needs {needed / 2**30:.2f} GiB of host memory for the optimizer states of "
             f"each rank, {needed * ranks / 2**30:.2f} GiB for the {ranks} rank(s) of this node, but only "

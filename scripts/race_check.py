@@ -86,6 +86,9 @@ class Run:
         """The engine's device is this object, so that `device` can be exchanged."""
         self.device.run(program, handlers, memory)
 
+    def synchronize(self) -> None:
+        self.device.synchronize()
+
     def restart(self) -> None:
         """Back to the first step's start."""
         states = self.engine.states

@@ -54,6 +54,7 @@ REFUSED_ARGUMENTS = {
     "--optimizer-cuda-graph": "--optimizer-cuda-graph",
     "--qk-clip": "--qk-clip",
     "--async-save": "--async-save",
+    "--ckpt-convert-update-legacy-dist-opt-format": "--ckpt-convert-update-legacy-dist-opt-format",
     "--use-distributed-optimizer": "",
 }
 """The flag that the message must name -> the command line that it is refused in."""

@@ -27,9 +27,8 @@ class Machine:
         self.stack = [self.default]
 
     def Stream(self, device=None):
-        stream = SimpleNamespace(queue=[], wait_event=None, wait_stream=None)
+        stream = SimpleNamespace(queue=[], wait_event=None)
         stream.wait_event = lambda event: stream.queue.append(("wait", event, event.recorded))
-        stream.wait_stream = lambda other: self._wait_stream(stream, other)
         stream.synchronize = lambda: self._synchronize(stream)
         self.streams.append(stream)
         self.made_streams += 1
@@ -39,8 +38,9 @@ class Machine:
         machine = self
 
         class Event:
-            recorded = 0  # how many times record() was called, and how many of these have passed
-            passed = 0
+            def __init__(self):
+                self.recorded = 0  # how many times record() was called
+                self.passed = set()  # which of these have been reached; a wait is for the last one before it
 
             def record(self, stream):
                 self.recorded += 1
@@ -48,20 +48,14 @@ class Machine:
 
             def query(self):
                 machine.run_some()
-                return self.passed >= self.recorded
+                return self.recorded == 0 or self.recorded in self.passed
 
             def synchronize(self):
-                while self.passed < self.recorded:
+                while self.recorded not in self.passed:
                     assert machine.step(), "deadlock"
 
         self.made_events += 1
         return Event()
-
-    def _wait_stream(self, stream, other):
-        event = self.Event()
-        self.made_events -= 1
-        event.record(other)
-        stream.wait_event(event)
 
     def _synchronize(self, stream):
         while stream.queue:
@@ -84,7 +78,7 @@ class Machine:
         ready = [
             s
             for s in self.streams
-            if s.queue and not (s.queue[0][0] == "wait" and s.queue[0][1].passed < s.queue[0][2])
+            if s.queue and not (s.queue[0][0] == "wait" and s.queue[0][2] not in s.queue[0][1].passed)
         ]
         if not ready:
             return False
@@ -92,7 +86,7 @@ class Machine:
         if kind == "work":
             what()
         elif kind == "record":
-            what.passed = max(what.passed, number)
+            what.passed.add(number)
         return True
 
     def run_some(self):

@@ -11,10 +11,27 @@ from megatron_dos.partition import OwnedRange, partition
 
 def test_refuses_what_does_not_fit_and_says_how_much_is_missing(monkeypatch):
     monkeypatch.setattr(states, "available_host_memory", lambda: 10 * 2**30)
-    states.require_host_memory(5 * 2**30, ranks_on_node=2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    states.require_host_memory(5 * 2**30)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(states.HostMemoryError, match=r"5\.00 GiB.*15\.00 GiB for the 3 rank.*10\.00 GiB are available"):
-        states.require_host_memory(5 * 2**30, ranks_on_node=3)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+        states.require_host_memory(5 * 2**30)
+
+
+def test_page_locked_memory_of_earlier_ranks_is_not_counted_twice(monkeypatch):
+    monkeypatch.setattr(states, "available_host_memory", lambda: 30 * 2**30)  # 7 of 8 ranks have taken their 10 GiB
+    monkeypatch.setattr(states.gpu, "in_use", lambda: True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    states.require_host_memory(10 * 2**30)
+    with pytest.raises(states.HostMemoryError):
+        states.require_host_memory(31 * 2**30)
+
+
+def test_a_launcher_other_than_torchrun_says_how_many_ranks_there_are(monkeypatch):
+    monkeypatch.setattr(states, "available_host_memory", lambda: 10 * 2**30)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    states.require_host_memory(5 * 2**30)
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "4")
     with pytest.raises(states.HostMemoryError, match="4 rank"):
         states.require_host_memory(5 * 2**30)
 
@@ -27,16 +44,23 @@ def test_the_engine_allocates_nothing_when_it_refuses(monkeypatch):
         UpdateEngine(parts, [torch.zeros(4096)], EngineOptions(threads=1))
 
 
-def test_a_container_limit_below_the_machine_counts(monkeypatch, tmp_path):
-    limit, usage = tmp_path / "max", tmp_path / "current"
-    real = states.Path
-    names = {"/sys/fs/cgroup/memory.max": limit, "/sys/fs/cgroup/memory.current": usage}
-    monkeypatch.setattr(states, "Path", lambda name: real(names.get(name, tmp_path / "absent")))
-    limit.write_text("3000\n")
-    usage.write_text("1000\n")
-    assert states.available_host_memory() == 2000
-    limit.write_text("max\n")
+def test_a_limit_of_any_control_group_counts_and_file_cache_does_not(monkeypatch, tmp_path):
+    job, step = tmp_path / "job", tmp_path / "job" / "step"
+    step.mkdir(parents=True)
+    monkeypatch.setattr(states, "_control_groups", lambda: iter([step, job, tmp_path]))
+    for group, limit, usage, cache in ((step, "max", 1000, 0), (job, "5000", 2500, 500)):
+        (group / "memory.max").write_text(f"{limit}\n")
+        (group / "memory.current").write_text(f"{usage}\n")
+        (group / "memory.stat").write_text(f"anon 1\ninactive_file {cache}\n")
+    assert states.available_host_memory() == 5000 - (2500 - 500)
+    (job / "memory.max").write_text("max\n")
     assert states.available_host_memory() == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+
+
+def test_control_groups_are_those_of_this_process_up_to_the_root():
+    groups = list(states._control_groups())
+    assert states.Path("/sys/fs/cgroup") in groups
+    assert all(str(group).startswith("/sys/fs/cgroup") for group in groups)
 
 
 def test_states_take_12_bytes_a_parameter_and_staging_is_bounded():

@@ -15,7 +15,7 @@ given back, and the host slots and states used again, in the order of the caller
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -54,17 +54,26 @@ class CudaDevice:
         What the caller enqueues on its stream afterwards is ordered after the whole program.
         """
         caller = torch.cuda.current_stream(self._device)
-        for stream in self._streams.values():
-            stream.wait_stream(caller)
+        self._after(caller, self._streams.values())
         run = _Run(program, handlers, {**self._streams, Stream.RELEASE: caller}, self._take_event)
         try:
             run.to_the_end()
         finally:
             # Also after an error: what is in flight must end before its memory is used again.
-            run.wait_for_tickets()
+            failures = run.wait_for_tickets()
             for stream in self._streams.values():
-                caller.wait_stream(stream)
+                self._after(stream, [caller])
             self._spare_events += run.events.values()
+        if failures:
+            raise failures[0]
+
+    def _after(self, stream: torch.cuda.Stream, others: Iterable[torch.cuda.Stream]) -> None:
+        """Let `others` wait for what is on `stream` now. Stream.wait_stream would make an event each time."""
+        event = self._take_event()
+        event.record(stream)
+        for other in others:
+            other.wait_event(event)
+        self._spare_events.append(event)  # a wait holds what was recorded before it; recording again is harmless
 
     def synchronize(self) -> None:
         """Block until everything that was enqueued has ended, so that the host may read what it wrote."""
@@ -103,11 +112,16 @@ class _Run:
             if not self._enqueue_all_that_can():
                 self._block()
 
-    def wait_for_tickets(self) -> None:
-        for index, ticket in list(self._tickets.items()):
-            del self._tickets[index]
-            ticket.wait()
+    def wait_for_tickets(self) -> list[BaseException]:
+        """Wait for all, also for those after one that fails, and return what they raised."""
+        failures: list[BaseException] = []
+        for index in list(self._tickets):
+            try:
+                self._tickets.pop(index).wait()
+            except BaseException as error:
+                failures.append(error)
             self._ended.add(index)
+        return failures
 
     def _enqueue_all_that_can(self) -> bool:
         progress = False

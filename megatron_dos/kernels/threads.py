@@ -13,14 +13,24 @@ from pathlib import Path
 
 from megatron_dos.kernels import gpu
 
-__all__ = ["cpus_for", "cpus_of_rank", "default_threads", "divide_cpus", "memory_node"]
+__all__ = ["cpus_for", "cpus_of_rank", "default_threads", "divide_cpus", "local_rank", "memory_node", "ranks_on_node"]
 
 _SYSTEM = Path("/sys/devices/system")
 
 
 def default_threads() -> int:
-    """This rank's share of the allowed CPUs: their number over LOCAL_WORLD_SIZE, at least 1."""
-    return max(1, len(os.sched_getaffinity(0)) // _local("LOCAL_WORLD_SIZE", 1, 1))
+    """This rank's share of the allowed CPUs: their number over the ranks of the node, at least 1."""
+    return max(1, len(os.sched_getaffinity(0)) // ranks_on_node())
+
+
+def ranks_on_node() -> int:
+    """How many ranks share this node: what torchrun says, or MPI, or Slurm; 1 where none of them does."""
+    return _local(("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE"), 1, 1)
+
+
+def local_rank() -> int:
+    """Which of the node's ranks this is, likewise; 0 where nobody says."""
+    return _local(("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"), 0, 0)
 
 
 def cpus_for(threads: int) -> list[int]:
@@ -36,8 +46,8 @@ def cpus_for(threads: int) -> list[int]:
 
 def cpus_of_rank() -> list[int]:
     """This rank's share of the allowed CPUs, sorted; all of them where there are fewer than ranks."""
-    ranks = _local("LOCAL_WORLD_SIZE", 1, 1)
-    rank = _local("LOCAL_RANK", 0, 0)
+    ranks = ranks_on_node()
+    rank = local_rank()
     allowed = sorted(os.sched_getaffinity(0))
     if rank >= ranks:
         return allowed
@@ -79,7 +89,7 @@ def memory_node() -> int | None:
     nodes = _nodes_of_cpus()
     if len(set(nodes.values())) < 2:
         return None
-    rank, ranks = _local("LOCAL_RANK", 0, 0), _local("LOCAL_WORLD_SIZE", 1, 1)
+    rank, ranks = local_rank(), ranks_on_node()
     near_gpu = gpu.numa_nodes(ranks)[rank] if rank < ranks else None
     if near_gpu is not None:
         return near_gpu
@@ -87,11 +97,12 @@ def memory_node() -> int | None:
     return of_cpus.pop() if len(of_cpus) == 1 else None
 
 
-def _local(name: str, default: int, least: int) -> int:
-    """An integer environment variable of torchrun."""
-    text = os.environ.get(name, "")
-    if not text:
+def _local(names: Sequence[str], default: int, least: int) -> int:
+    """The first integer environment variable of a launcher that is set."""
+    name = next((name for name in names if os.environ.get(name)), None)
+    if name is None:
         return default
+    text = os.environ[name]
     try:
         value = int(text)
     except ValueError:

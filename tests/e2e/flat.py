@@ -387,3 +387,15 @@ def state_dict_of_an_empty_rank() -> dict[str, Any]:
         "owns": owns,
         "groups": len(saved[0]["optimizer"]["param_groups"]),
     }
+
+
+def storages_of_states() -> dict[str, Any]:
+    """Bytes of each state that a checkpoint would save, and of the storage behind it."""
+    run = FlatRun("bfloat16")
+    states = [
+        tensor for param in run.params for tensor in run.inner._get_main_param_and_optimizer_states(param).values()
+    ]
+    return {
+        "tensors": [tensor.numel() * tensor.element_size() for tensor in states],
+        "storages": [tensor.untyped_storage().nbytes() for tensor in states],
+    }

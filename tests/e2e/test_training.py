@@ -1,7 +1,7 @@
 """Life of a training with deep optimizer states beyond the losses: loads, saves, steps with chosen grads."""
 
 import pytest
-from harness import LAYOUTS, PRECISIONS, TINY, Result, same_bits
+from harness import LAYOUTS, PRECISIONS, TINY, Result, assert_same_bits, same_bits
 
 BF16 = PRECISIONS["bf16"]
 SMALL_SUBGROUPS = ["--dos-subgroup-size", "3000"]
@@ -102,6 +102,42 @@ def test_case_01_finetuning_starts_from_the_loaded_weights(megatron, tmp_path):
             weight = start["weights"][name].float().reshape(-1)[state["start"] : state["end"]]
             assert same_bits(state["param"], weight), name
             assert state["step"] in (None, 0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("flags", [["--finetune"], ["--no-load-optim", "--no-load-rng"]], ids=lambda flags: flags[0])
+def test_case_01_training_goes_on_from_weights_loaded_without_states(megatron, tmp_path, precision, flags):
+    # Megatron reloads the masters of 16-bit params itself, but takes an FP32 param for its own master.
+    megatron.train(arguments("dp2", precision), 2, "dos", 4, save=tmp_path)
+    ours, reference = (
+        megatron.train(
+            [*arguments("dp2", precision), *flags, "--override-opt_param-scheduler"],
+            *(2, optimizer, 3 if flags == ["--finetune"] else 7),
+            seed=7,
+            load=tmp_path,
+        )
+        for optimizer in ("dos", "numpy")
+    )
+    assert len(ours.losses) == 3
+    assert_same_bits(ours, reference)
+
+
+def test_a_rank_whose_optimizer_has_no_buffers(megatron):
+    # The experts are all on the second pipeline stage, the optimizer of experts is on both.
+    layout = ["--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2", "--num-experts", "2"]
+    common = [*TINY, "--global-batch-size", "4", *BF16, *layout, "--moe-layer-freq", "[0,1]", "--disable-bias-linear"]
+    assert_same_bits(*(megatron.train(common, 4, optimizer, 4) for optimizer in ("dos", "numpy")))
+
+
+def test_two_steps_without_a_forward_pass_between_them(megatron):
+    common = [*TINY, "--global-batch-size", "4", *BF16, "--overlap-grad-reduce", "--overlap-param-gather"]
+    runs = (megatron.train(common, 2, optimizer, 4, inspect="hooks:step_again") for optimizer in ("dos", "numpy"))
+    assert_same_bits(*runs)
+
+
+def test_a_save_takes_no_second_copy_of_the_states(megatron):
+    (sizes,) = megatron.call("flat:storages_of_states", 1).values
+    assert sizes["storages"] == sizes["tensors"]  # Megatron copies parts of larger storages before it saves them
 
 
 def test_threads_are_the_ranks_share_whatever_omp_num_threads_says(megatron):
