@@ -225,6 +225,9 @@ class Mutant:
     dependency: int
     device: SimDevice
 
+    def synchronize(self) -> None:
+        self.device.synchronize()
+
     def run(self, program: Program, handlers: Any, memory: Any) -> None:
         op = program.ops[self.op]
         kept = tuple(dependency for dependency in op.depends_on if dependency != self.dependency)
