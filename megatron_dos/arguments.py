@@ -372,7 +372,7 @@ REFUSALS: tuple[_Refusal, ...] = (
         fields=("ckpt_convert_update_legacy_dist_opt_format",),
         refused=bool,
         reason="Megatron's converter of that old format writes to main parameters on the GPU, which do not exist here",
-        way_out="Convert the checkpoint once without deep optimizer states, then load the result",
+        way_out="Use Megatron without deep optimizer states once to convert the checkpoint",
     ),
     # Last, because Megatron turns the distributed optimizer off for some of the above, which are then the cause.
     _Refusal(
