@@ -23,6 +23,7 @@ from megatron_dos.arguments import DosOptions, UnsupportedOptionError, validate_
 from megatron_dos.device import CudaDevice, HostDevice
 from megatron_dos.engine import EngineOptions, UpdateEngine, host_bytes, staging_bytes
 from megatron_dos.kernels import AdamScalars, device_kernel
+from megatron_dos.kernels import cpu as cpu_kernel
 from megatron_dos.kernels.threads import default_threads
 from megatron_dos.low_precision_grads import LowPrecisionGrads
 from megatron_dos.operations import StepInputs
@@ -191,6 +192,7 @@ def _announce(subgroups: Partition, options: EngineOptions) -> None:
             f"CPU with {options.threads} thread(s)",
             flush=True,
         )
+        print(cpu_kernel.describe(options.threads), flush=True)
 
 
 class DeepStatesOptimizer(DistributedOptimizer):

@@ -366,9 +366,7 @@ def flat_contenders(memory: Memory, threads: int, optimizers: dict[str, Optimize
     for name, step in steps.items():
         rows += [
             Contender(FP32, f"{name} + copy", 34, in_turn(step, lambda: m.out.copy_(m.param))),
-            Contender(
-                BF16, f"up-cast + {name} + copy", 40, in_turn(upcast(m), step, lambda: m.out.copy_(m.param))
-            ),
+            Contender(BF16, f"up-cast + {name} + copy", 40, in_turn(upcast(m), step, lambda: m.out.copy_(m.param))),
             Contender(
                 BF16,
                 f"up-cast + scale + {name} + copy",

@@ -1,4 +1,4 @@
-"""Writes the tables of README.md that the code defines: the flags, and the settings that are refused.
+"""Writes the tables of README.md: the flags, the settings that are refused, the CPU kernel's measurements.
 
 `make readme` runs it; a test fails while README.md is not what it would write.
 """
@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_dos.arguments import REFUSALS, add_arguments
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+ADAM = ROOT / "docs" / "results" / "adam.csv"
 
 FLAG = re.compile(r"(?<![\w`-])(--[a-z0-9-]+)")
 
@@ -45,7 +48,26 @@ def refusals_table() -> str:
     return table(("Setting", "Why it cannot work", "Instead"), rows)
 
 
-TABLES = {"flags": flags_table, "refusals": refusals_table}
+def adam_table() -> str:
+    """The CPU kernel against others, from the last `make bench-adam`: its largest size with all threads."""
+    with ADAM.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    largest = max(int(row["numel"]) for row in rows)
+    threads = max(int(row["threads"]) for row in rows)
+    shown = [
+        (row["group"], row["what"], f"{float(row['median_ms']):.1f}", row["of_limit"], row["times_ours"])
+        for row in rows
+        if int(row["threads"]) == threads
+        and (int(row["numel"]) == largest or "pieces" in row["group"])
+        and not row["what"].startswith("limit")
+    ]
+    cpu, date = rows[0]["cpu"], rows[0]["date"]
+    shown.sort(key=lambda row: row[0])
+    caption = f"{largest >> 20}M parameters (or as said), {threads} threads, {cpu}, {date}; medians.\n\n"
+    return caption + table(("Job", "Who", "ms", "Of the limit", "Time, ours = 1"), shown)
+
+
+TABLES = {"flags": flags_table, "refusals": refusals_table, "adam": adam_table}
 
 
 def with_tables(text: str) -> str:
