@@ -19,7 +19,7 @@ from megatron_dos.kernels import slab
 from megatron_dos.operations import StepInputs, StepOperations
 from megatron_dos.partition import Partition
 from megatron_dos.schedule import Placement, Program, SubgroupShape, build_program, every_kth_on_device, mix
-from megatron_dos.states import BYTES_PER_PARAMETER, HostStates, require_host_memory
+from megatron_dos.states import BYTES_PER_PARAMETER, STATES, HostStates, require_host_memory
 
 __all__ = ["EngineOptions", "UpdateEngine", "host_bytes", "staging_bytes"]
 
@@ -118,7 +118,7 @@ class UpdateEngine:
             # A storage of its own over the slab's memory: Megatron copies a tensor that is part of a larger storage
             # before it saves it, which would double the states.
             name: torch.from_numpy(getattr(self.states, name).numpy()[start:stop])
-            for name in ("master", "exp_avg", "exp_avg_sq")
+            for name in STATES
         }
 
     @torch.no_grad()

@@ -16,13 +16,12 @@ from megatron_dos.kernels import AdamScalars
 from megatron_dos.kernels import cpu as cpu_kernel
 from megatron_dos.partition import Piece, Subgroup
 from megatron_dos.schedule import Op, OpKind, Placement, Program, Resource
+from megatron_dos.states import STATES
 
 if TYPE_CHECKING:
     from megatron_dos.engine import UpdateEngine
 
 __all__ = ["StepInputs", "StepOperations"]
-
-_STATES = ("master", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class StepOperations:
         device = inputs.grads[0].device if inputs.grads else torch.device("cpu")
         streamed = [s.numel for s, p in zip(subgroups, program.placements, strict=True) if p is Placement.STREAMED]
         self._states_slots = [
-            torch.empty((len(_STATES), _aligned(max(streamed))), dtype=torch.float32, device=device)
+            torch.empty((len(STATES), _aligned(max(streamed))), dtype=torch.float32, device=device)
             for _ in range(min(program.device_slots, len(streamed)))
         ]
         self._cast = {op.subgroup for op in program.ops if op.kind is OpKind.CAST_GRAD}
@@ -162,7 +161,7 @@ class StepOperations:
 
     def _copy_states(self, op: Op, to_device: bool) -> None:
         subgroup = self._subgroup(op)
-        for name, staged in zip(_STATES, self._states_slots[op.slot], strict=True):
+        for name, staged in zip(STATES, self._states_slots[op.slot], strict=True):
             host = getattr(self._engine.states, name)[subgroup.start : subgroup.stop]
             staged = staged[: subgroup.numel]
             source, target = (host, staged) if to_device else (staged, host)

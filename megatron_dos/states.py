@@ -14,9 +14,10 @@ import psutil
 from megatron_dos.kernels import gpu, slab
 from megatron_dos.kernels.threads import ranks_on_node
 
-__all__ = ["BYTES_PER_PARAMETER", "HostMemoryError", "HostStates", "require_host_memory"]
+__all__ = ["BYTES_PER_PARAMETER", "STATES", "HostMemoryError", "HostStates", "require_host_memory"]
 
-BYTES_PER_PARAMETER = 12  # FP32 master, exp_avg, exp_avg_sq
+STATES = ("master", "exp_avg", "exp_avg_sq")
+BYTES_PER_PARAMETER = 4 * len(STATES)  # all in FP32
 
 
 class HostMemoryError(MemoryError):

@@ -26,7 +26,7 @@ LAYERS = {
     "param_gather": set(),
     "arguments": set(),
     "device": {"schedule"},
-    "operations": {"engine", "kernels", "partition", "schedule"},
+    "operations": {"engine", "kernels", "partition", "schedule", "states"},
     "engine": {"device", "kernels", "operations", "partition", "schedule", "states"},
     "optimizer": {
         *("arguments", "device", "engine", "kernels", "low_precision_grads", "operations", "param_gather", "partition")
