@@ -7,15 +7,15 @@ the device's part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 import torch
 
-from megatron_dos.device import HostDevice
+from megatron_dos.device import Device, HostDevice
 from megatron_dos.kernels import slab
+from megatron_dos.kernels.device_kernel import DeviceKernel
 from megatron_dos.operations import StepInputs, StepOperations
 from megatron_dos.partition import Partition
 from megatron_dos.schedule import Placement, Program, SubgroupShape, build_program, every_kth_on_device, mix
@@ -75,7 +75,7 @@ class UpdateEngine:
         shards: flat views into Megatron's parameter buffers, one per owner of the partition; bf16, fp16 or FP32.
         options: how to update.
         device: runs the programs.
-        device_kernel: the update on the device: the arguments of `kernels.cpu.adamw`, on device tensors.
+        device_kernel: the update on the device; may be missing where nothing is streamed.
 
     Raises:
         HostMemoryError: states and staging do not fit into host memory; nothing has been allocated then.
@@ -86,8 +86,8 @@ class UpdateEngine:
         partition: Partition,
         shards: Sequence[torch.Tensor],
         options: EngineOptions,
-        device: Any | None = None,
-        device_kernel: Callable[..., None] | None = None,
+        device: Device | None = None,
+        device_kernel: DeviceKernel | None = None,
     ) -> None:
         self.partition = partition
         self.options = options

@@ -20,7 +20,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_dos.arguments import DosOptions, UnsupportedOptionError, validate_optimizer
-from megatron_dos.device import CudaDevice, HostDevice
+from megatron_dos.device import CudaDevice, Device, HostDevice
 from megatron_dos.engine import EngineOptions, UpdateEngine, host_bytes, staging_bytes
 from megatron_dos.kernels import AdamScalars, device_kernel
 from megatron_dos.kernels import cpu as cpu_kernel
@@ -164,7 +164,7 @@ def _norm(master: torch.Tensor) -> torch.Tensor:
     return norms[:1] if len(norms) == 1 else norms.double().norm().float().reshape(1)
 
 
-def make_device(device: torch.device) -> Any:
+def make_device(device: torch.device) -> Device:
     """What runs the programs of parameters on `device`."""
     return CudaDevice(device) if device.type == "cuda" else HostDevice()
 

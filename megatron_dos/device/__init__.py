@@ -2,5 +2,6 @@
 
 from megatron_dos.device.cuda import CudaDevice
 from megatron_dos.device.host import HostDevice
+from megatron_dos.device.protocol import Device
 
-__all__ = ["CudaDevice", "HostDevice"]
+__all__ = ["CudaDevice", "Device", "HostDevice"]

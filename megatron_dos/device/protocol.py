@@ -1,0 +1,34 @@
+"""What the engine asks of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from megatron_dos.schedule import Op, OpKind, Program, Resource
+
+__all__ = ["Device"]
+
+
+class Device(Protocol):
+    """Runs programs: decides when each operation runs, within the order that the program asks for."""
+
+    def run(
+        self,
+        program: Program,
+        handlers: Mapping[OpKind, Callable[[Op], Any]],
+        memory: Callable[[Resource], list[torch.Tensor]],
+    ) -> None:
+        """Run `program`, or enqueue it so that what the caller enqueues next comes after it.
+
+        Args:
+            program: what to run.
+            handlers: called as `handlers[op.kind](op)`; one that returns a ticket (`wait()`, `poll()`) has started work
+                on the host threads that ends with that.
+            memory: resource -> the staging memory behind it, for devices that check its use.
+        """
+
+    def synchronize(self) -> None:
+        """Block until the host may read what all programs have written."""
