@@ -26,6 +26,7 @@ LAYERS = {
     "param_gather": set(),
     "arguments": set(),
     "device": {"schedule"},
+    "trace": {"device", "schedule"},
     "operations": {"engine", "kernels", "partition", "schedule", "states"},
     "engine": {"device", "kernels", "operations", "partition", "schedule", "states"},
     "optimizer": {
@@ -36,7 +37,7 @@ LAYERS = {
 cpu_emulation. A program is a value of `schedule`; devices run programs, so they know its types."""
 
 KNOWS_NO_MEGATRON = tuple(part for part in LAYERS if part != "optimizer")
-KNOWS_NO_TORCH = ("partition", "schedule", "arguments")
+KNOWS_NO_TORCH = ("partition", "schedule", "arguments", "trace")
 
 
 def imported_modules(path: Path) -> Iterator[str]:
