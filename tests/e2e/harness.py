@@ -192,10 +192,16 @@ class Result:
 
 
 class Megatron:
-    """Runs cases in a server process with the running interpreter; use `with` or close() to end it."""
+    """Runs cases in a server process with the running interpreter; use `with` or close() to end it.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: for the cases' results and logs.
+        python_path: more folders with modules whose functions the ranks are to call, beside this one.
+    """
+
+    def __init__(self, folder: Path, python_path: Sequence[Path] = ()) -> None:
         self._folder = folder
+        self._python_path = [str(HERE), *map(str, python_path)]
         self._server: subprocess.Popen[str] | None = None
         self._numbers = itertools.count()
         self._known: dict[str, Result] = {}
@@ -222,8 +228,10 @@ class Megatron:
         load: Path | None = None,
         save: Path | None = None,
         inspect: str | None = None,
-        prepare: str | None = None,
+        prepare: str | Sequence[str] | None = None,
         keep_state: bool = True,
+        save_interval: int | None = None,
+        planned_iterations: int = PLANNED_ITERATIONS,
         environment: Mapping[str, str] | None = None,
         timeout_s: float = CASE_LIMIT_S,
     ) -> Result:
@@ -237,10 +245,12 @@ class Megatron:
             iterations: up to which to train, counted from the start of the run that a checkpoint continues; 0 sets
                 up, and loads, but does not train.
             load, save: folders for checkpoints; a checkpoint is saved at the last iteration.
+            save_interval: save at every that many iterations as well.
+            planned_iterations: --train-iters, at least `iterations`.
             inspect: "module:function", called in each rank with (point, model, optimizer, args) at the points
                 "start" (set up and loaded, before the first iteration), "step" (after each) and "end". What it returns,
                 if not None, is kept in RankResult.inspected[point]; tensors are copied.
-            prepare: "module:function", called without arguments in each rank before Megatron sets up.
+            prepare: "module:function", or several, called without arguments in each rank before Megatron sets up.
             keep_state: keep the weights and states at the end.
             environment: environment variables of the ranks.
             timeout_s: after which the ranks are killed.
@@ -250,13 +260,13 @@ class Megatron:
         """
         if optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer={optimizer!r}: must be one of {', '.join(OPTIMIZERS)}")
-        if not 0 <= iterations <= PLANNED_ITERATIONS:
-            raise ValueError(f"iterations={iterations}: must be 0 to {PLANNED_ITERATIONS}")
-        full = [*arguments, "--seed", str(seed), "--train-iters", str(PLANNED_ITERATIONS)]
+        if not 0 <= iterations <= planned_iterations:
+            raise ValueError(f"iterations={iterations}: must be 0 to {planned_iterations}")
+        full = [*arguments, "--seed", str(seed), "--train-iters", str(planned_iterations)]
         full += ["--exit-interval", str(iterations)] if iterations else []
         full += ["--use-deep-optimizer-states"] if optimizer == "dos" else []
         full += ["--load", str(load)] if load else []
-        full += ["--save", str(save), "--save-interval", str(max(iterations, 1))] if save else []
+        full += ["--save", str(save), "--save-interval", str(save_interval or max(iterations, 1))] if save else []
         case = {
             "kind": "train",
             "arguments": full + _emulation().missing_arguments(full),
@@ -264,7 +274,7 @@ class Megatron:
             "optimizer": optimizer,
             "iterations": iterations,
             "inspect": inspect,
-            "prepare": prepare,
+            "prepare": [prepare] if isinstance(prepare, str) else list(prepare or ()),
             "keep_state": keep_state,
         }
         return self._run(case, environment, timeout_s, reuse=not (load or save or inspect))
@@ -287,7 +297,7 @@ class Megatron:
     def _run(
         self, case: dict[str, Any], environment: Mapping[str, str] | None, timeout_s: float, reuse: bool
     ) -> Result:
-        case |= {"environment": dict(environment or {}), "timeout_s": timeout_s, "python_path": [str(HERE)]}
+        case |= {"environment": dict(environment or {}), "timeout_s": timeout_s, "python_path": self._python_path}
         key = json.dumps(case, sort_keys=True)
         if reuse and key in self._known:
             return self._known[key]

@@ -57,8 +57,8 @@ def _train(case: dict[str, Any]) -> dict[str, Any]:
 
         # Megatron's queue lives in a process that it spawns, which takes seconds to import torch: fork it instead.
         filesystem_async.get_write_results_queue("fork")
-    if case["prepare"]:
-        _function(case["prepare"])()
+    for prepare in case["prepare"]:
+        _function(prepare)()
     recorder = Recorder(case)
     recorder.attach()
     sys.argv = ["pretrain_gpt.py", *case["arguments"]]
