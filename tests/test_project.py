@@ -21,6 +21,8 @@ LAYERS = {
     "kernels": set(),
     "partition": set(),
     "schedule": set(),
+    "machine": set(),
+    "perf_model": {"device", "machine", "partition", "schedule"},
     "states": {"kernels"},
     "low_precision_grads": set(),
     "param_gather": set(),
@@ -37,7 +39,7 @@ LAYERS = {
 cpu_emulation. A program is a value of `schedule`; devices run programs, so they know its types."""
 
 KNOWS_NO_MEGATRON = tuple(part for part in LAYERS if part != "optimizer")
-KNOWS_NO_TORCH = ("partition", "schedule", "arguments", "trace")
+KNOWS_NO_TORCH = ("partition", "schedule", "machine", "perf_model", "arguments", "trace")
 
 
 def imported_modules(path: Path) -> Iterator[str]:
