@@ -18,6 +18,7 @@ from megatron_dos.kernels import slab
 from megatron_dos.kernels.device_kernel import DeviceKernel
 from megatron_dos.operations import StepInputs, StepOperations
 from megatron_dos.partition import Partition
+from megatron_dos.runs import Places, Runs
 from megatron_dos.schedule import Placement, Program, SubgroupShape, build_program, every_kth_on_device, mix
 from megatron_dos.states import BYTES_PER_PARAMETER, STATES, HostStates, require_host_memory
 
@@ -98,9 +99,11 @@ class UpdateEngine:
         self._in_flight = False
         self._program: Program | None = None
         self._program_of: tuple[EngineOptions, tuple[bool, ...]] | None = None
+        self._places = Places.of(shards)
+        self._runs: Runs | None = None
         require_host_memory(host_bytes(partition, options.host_slots))
         self.states = HostStates(partition.numel)
-        # An element has 4 bytes of a slot, whatever its dtype, so that pieces of different dtypes cannot overlap.
+        # 4 bytes an element, whatever the dtypes.
         slots = range(_host_slots(partition, options.host_slots))
         self.host_grads = [slab.zeros(4 * partition.largest, torch.uint8) for _ in slots]
         self.host_params = [slab.zeros(4 * partition.largest, torch.uint8) for _ in slots]
@@ -146,6 +149,13 @@ class UpdateEngine:
             )
             self._program_of = (self.options, casts)
         return self._program
+
+    def runs(self, inputs: StepInputs) -> Runs:
+        """How pieces are joined in a step with these inputs; the last step's if nothing has moved."""
+        grads, kinds = Places.of(inputs.grads), inputs.kinds()
+        if self._runs is None or (self._runs.grads, self._runs.kinds) != (grads, kinds):
+            self._runs = Runs(self.partition, self._places, grads, kinds)
+        return self._runs
 
     def _placements(self) -> Sequence[Placement]:
         subgroups, options = self.partition.subgroups, self.options

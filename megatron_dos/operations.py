@@ -6,7 +6,7 @@ the resources that the schedule says it reads, and touches nothing but those tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,19 @@ class StepInputs:
     grad_scales: Mapping[int, float] = field(default_factory=dict)
     release_bucket: Callable[[tuple[int, int]], None] = lambda bucket: None
 
+    def kinds(self) -> list[int]:
+        """A number for each shard, the same for shards with the same scalars and the same factors on the grad."""
+        keys: list[Hashable] = list(map(id, self.scalars))
+        if self.grad_scales or self.unscale != 1.0:
+            keys = [(key, *self.factors(owner)) for owner, key in enumerate(keys)]
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        return [numbers[key] for key in keys]
+
+    def factors(self, owner: int) -> tuple[float, float]:
+        """The factors on the FP32 grad, in order: FP32 grads have been unscaled in place by Megatron."""
+        is_fp32 = self.grads[owner].dtype == torch.float32
+        return (1.0 if is_fp32 else self.unscale), self.grad_scales.get(owner, 1.0)
+
 
 class StepOperations:
     """The operations of one step, bound to its inputs and to the engine's memory.
@@ -54,6 +67,7 @@ class StepOperations:
             raise NotImplementedError("states that stay on the device: such a program is for the virtual clock only")
         self._engine = engine
         self._inputs = inputs
+        self._runs = engine.runs(inputs)
         subgroups = engine.partition.subgroups
         device = inputs.grads[0].device if inputs.grads else torch.device("cpu")
         streamed = [s.numel for s, p in zip(subgroups, program.placements, strict=True) if p is Placement.STREAMED]
@@ -95,7 +109,7 @@ class StepOperations:
 
     def cast_grad(self, op: Op) -> None:
         """Grads in their own dtype -> FP32 in the device slot."""
-        for at, piece in self._pieces(op):
+        for at, piece in self._placed(op, self._runs.of_grads(op.subgroup)):
             self._grad_slots[op.slot][at : at + piece.numel].copy_(self._grad(piece), non_blocking=True)
 
     def grad_to_host(self, op: Op) -> None:
@@ -105,25 +119,23 @@ class StepOperations:
             source = self._grad_slots[op.slot][:numel]
             _typed(self._engine.host_grads[op.slot], 0, numel, source.dtype).copy_(source, non_blocking=True)
             return
-        for at, piece in self._pieces(op):
-            grad = self._grad(piece)
-            _typed(self._engine.host_grads[op.slot], at, piece.numel, grad.dtype).copy_(grad, non_blocking=True)
+        for at, piece in self._placed(op, self._runs.of_grads(op.subgroup)):
+            self._staged_grad(op, at, piece).copy_(self._grad(piece), non_blocking=True)
 
     def update_on_host(self, op: Op) -> cpu_kernel.Ticket:
         """Fused update of the host states; the new params, in their model dtype, go to the host slot."""
         states = self._engine.states
         pieces = []
-        for at, piece in self._pieces(op):
+        for at, piece in self._placed(op, self._runs.of_staged_updates(op.subgroup, op.subgroup in self._cast)):
             span = slice(piece.slab, piece.slab + piece.numel)
-            grad_dtype = torch.float32 if op.subgroup in self._cast else self._inputs.grads[piece.owner].dtype
             pieces.append(
                 (
                     states.master[span],
                     states.exp_avg[span],
                     states.exp_avg_sq[span],
-                    _typed(self._engine.host_grads[op.slot], at, piece.numel, grad_dtype),
+                    self._staged_grad(op, at, piece),
                     self._inputs.scalars[piece.owner],
-                    *self._scales(piece),
+                    *self._inputs.factors(piece.owner),
                     self._staged_param(op, at, piece),
                 )
             )
@@ -131,7 +143,7 @@ class StepOperations:
 
     def param_to_device(self, op: Op) -> None:
         """Host slot -> the parameter buffer, in place."""
-        for at, piece in self._pieces(op):
+        for at, piece in self._placed(op, self._runs.of_params(op.subgroup)):
             self._param(piece).copy_(self._staged_param(op, at, piece), non_blocking=True)
 
     # --- subgroups streamed through the device
@@ -143,7 +155,7 @@ class StepOperations:
     def update_on_device(self, op: Op) -> None:
         """Fused update in the slot, which reads the grad and writes the param in place."""
         slot = self._states_slots[op.slot]
-        for at, piece in self._pieces(op):
+        for at, piece in self._placed(op, self._runs.of_updates_in_place(op.subgroup)):
             master, exp_avg, exp_avg_sq = (state[at : at + piece.numel] for state in slot)
             self._engine.device_kernel(
                 master,
@@ -151,7 +163,7 @@ class StepOperations:
                 exp_avg_sq,
                 self._grad(piece),
                 self._inputs.scalars[piece.owner],
-                *self._scales(piece),
+                *self._inputs.factors(piece.owner),
                 self._param(piece),
             )
 
@@ -176,25 +188,29 @@ class StepOperations:
     def _subgroup(self, op: Op) -> Subgroup:
         return self._engine.partition.subgroups[op.subgroup]
 
-    def _pieces(self, op: Op) -> Iterator[tuple[int, Piece]]:
-        """The pieces of the operation's subgroup, each with its first element in the slot."""
-        subgroup = self._subgroup(op)
-        for piece in subgroup.pieces:
-            yield piece.slab - subgroup.start, piece
+    def _placed(self, op: Op, pieces: Sequence[Piece]) -> Iterator[tuple[int, Piece]]:
+        """Pieces of the operation's subgroup, each with the number of its first element in the subgroup."""
+        start = self._subgroup(op).start
+        for piece in pieces:
+            yield piece.slab - start, piece
 
     def _grad(self, piece: Piece) -> torch.Tensor:
-        return self._inputs.grads[piece.owner][piece.offset : piece.offset + piece.numel]
+        return _stretch(self._inputs.grads[piece.owner], piece)
 
     def _param(self, piece: Piece) -> torch.Tensor:
-        return self._engine.shards[piece.owner][piece.offset : piece.offset + piece.numel]
+        return _stretch(self._engine.shards[piece.owner], piece)
+
+    def _staged_grad(self, op: Op, at: int, piece: Piece) -> torch.Tensor:
+        slot = self._engine.host_grads[op.slot]
+        if op.subgroup in self._cast:
+            return _typed(slot, 4 * at, piece.numel, torch.float32)
+        dtype = self._inputs.grads[piece.owner].dtype
+        return _typed(slot, self._runs.grad_width(op.subgroup) * at, piece.numel, dtype)
 
     def _staged_param(self, op: Op, at: int, piece: Piece) -> torch.Tensor:
-        return _typed(self._engine.host_params[op.slot], at, piece.numel, self._engine.shards[piece.owner].dtype)
-
-    def _scales(self, piece: Piece) -> tuple[float, float]:
-        """The factors on the FP32 grad, in order: FP32 grads have been unscaled in place by Megatron."""
-        is_fp32 = self._inputs.grads[piece.owner].dtype == torch.float32
-        return (1.0 if is_fp32 else self._inputs.unscale), self._inputs.grad_scales.get(piece.owner, 1.0)
+        slot = self._engine.host_params[op.slot]
+        dtype = self._engine.shards[piece.owner].dtype
+        return _typed(slot, self._runs.param_width(op.subgroup) * at, piece.numel, dtype)
 
 
 def _aligned(numel: int) -> int:
@@ -202,6 +218,11 @@ def _aligned(numel: int) -> int:
     return -(-numel // 64) * 64
 
 
-def _typed(slot: torch.Tensor, at: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """`numel` elements of `dtype` at element `at` of a slot of bytes. An element has 4 bytes of the slot."""
-    return slot[4 * at : 4 * (at + numel)].view(dtype)[:numel]
+def _typed(slot: torch.Tensor, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """`numel` elements of `dtype` from byte `start` of a slot of bytes."""
+    return slot[start : start + dtype.itemsize * numel].view(dtype)
+
+
+def _stretch(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The piece's elements; those of a joined piece go on past the end of its owner's tensor."""
+    return flat.as_strided((piece.numel,), (1,), flat.storage_offset() + piece.offset)

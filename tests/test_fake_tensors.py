@@ -391,8 +391,8 @@ def another_slot(bound, kind, given):
 
 def a_cast_on_the_way(bound, kind, given):
     def handle(op):
-        for at, piece in bound._pieces(op):
-            target = operations._typed(bound._engine.host_grads[op.slot], at, piece.numel, FP32)
+        for at, piece in bound._placed(op, bound._runs.of_grads(op.subgroup)):
+            target = operations._typed(bound._engine.host_grads[op.slot], 4 * at, piece.numel, FP32)
             target.copy_(bound._grad(piece), non_blocking=True)
 
     return handle if kind is OpKind.GRAD_TO_HOST else given

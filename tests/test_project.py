@@ -29,8 +29,9 @@ LAYERS = {
     "arguments": set(),
     "device": {"schedule"},
     "trace": {"device", "schedule"},
+    "runs": {"partition"},
     "operations": {"engine", "kernels", "partition", "schedule", "states"},
-    "engine": {"device", "kernels", "operations", "partition", "schedule", "states"},
+    "engine": {"device", "kernels", "operations", "partition", "runs", "schedule", "states"},
     "optimizer": {
         *("arguments", "device", "engine", "kernels", "low_precision_grads", "operations", "param_gather", "partition")
     },
