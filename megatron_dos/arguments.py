@@ -81,6 +81,10 @@ class DosOptions:
     """Megatron's --log-params-norm, which its optimizer has to know of here: the norm is that of the FP32 master
     parameters, and these are not on the GPU."""
 
+    async_save: bool = field(default=False, metadata={"of_megatron": True})
+    """Megatron's --async-save, which its optimizer has to know of here: the states then have to fit into the shared
+    memory of the node once more while they are written."""
+
     def __post_init__(self) -> None:
         for option in dataclasses.fields(self):
             _check_value(option, getattr(self, option.name))
@@ -358,13 +362,6 @@ REFUSALS: tuple[_Refusal, ...] = (
         fields=("qk_clip",),
         refused=bool,
         reason="it rescales the main parameters on the GPU after the step, which do not exist here",
-        way_out=_DROP,
-    ),
-    _Refusal(
-        flag="--async-save",
-        fields=("async_save",),
-        refused=bool,
-        reason="the checkpoint would be written from host states that the next step already changes",
         way_out=_DROP,
     ),
     _Refusal(

@@ -20,6 +20,14 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_dos.arguments import DosOptions, UnsupportedOptionError, validate_optimizer
+from megatron_dos.checkpoint import (
+    CheckpointError,
+    Handouts,
+    LoadsInPlace,
+    require_same_size,
+    require_shared_memory,
+    zero_padding,
+)
 from megatron_dos.device import CudaDevice, Device, HostDevice
 from megatron_dos.engine import EngineOptions, UpdateEngine, host_bytes, staging_bytes
 from megatron_dos.kernels import AdamScalars, device_kernel
@@ -35,6 +43,9 @@ __all__ = ["DeepStatesOptimizer", "HostAdam", "make_device"]
 # The share of the parameters that a GPU updates when the user names none: the published rule of thumb. It changes the
 # speed only, never a bit.
 GPU_SHARE = 0.5
+
+# Layouts of the states in a distributed checkpoint that are read into the states themselves.
+LOADED_IN_PLACE = ("dp_reshardable", "fully_sharded_model_space")
 
 # Every subgroup costs some bookkeeping in each step; beyond this many it would be felt.
 MOST_SUBGROUPS = 1 << 16
@@ -236,17 +247,23 @@ class DeepStatesOptimizer(DistributedOptimizer):
             )
         subgroups = partition(ranges, size)
         gathers_early = is_possible(config, self.ddp_config, model_chunks[0].config)
+        device = make_device(self._device)
         engine_options = replace(_engine_options(options, self._device), last_bucket_first=gathers_early)
         _announce(subgroups, engine_options)
         self._engine = UpdateEngine(
             subgroups,
             [shard.detach() for shard in self._shards],
             engine_options,
-            make_device(self._device),
+            device,
             device_kernel.select(options.dos_gpu_kernel, self._device, engine_options.threads) if owned else None,
         )
         self._low_precision = LowPrecisionGrads()
         self.optimizer = HostAdam(
+        if options.async_save:
+            require_shared_memory(self._engine.states.nbytes)
+        self._handouts = Handouts()
+        self._loads = LoadsInPlace(self._spoil)
+        self._half_loaded = ""  # why no step is possible, or nothing
             self.optimizer.param_groups,
             self._engine,
             {shard: owner for owner, shard in enumerate(self._shards)},
@@ -286,6 +303,8 @@ class DeepStatesOptimizer(DistributedOptimizer):
         """Adds to the base: FP32 params are adopted first; `--log-params-norm` is answered from the new masters."""
         self._adopt_fp32_params()
         success = super().step_with_ready_grads()
+        if not self.is_stub_optimizer and self._half_loaded:
+            raise CheckpointError(f"no step is possible: {self._half_loaded}. Load a whole checkpoint first.")
         self._refresh_params_norm()
         return success
 
@@ -340,16 +359,98 @@ class DeepStatesOptimizer(DistributedOptimizer):
         states = self._engine.owner_states(self._owner_of[model_param])
         return {"param": states["master"], "exp_avg": states["exp_avg"], "exp_avg_sq": states["exp_avg_sq"]}
 
+        self._handouts.add(states.values())
     def _set_main_param_and_optimizer_states(self, model_param, tensors) -> None:
-        """Replaces: the counterpart of `_get_main_param_and_optimizer_states`. Copies into the host states."""
-        for key, state in self._get_main_param_and_optimizer_states(model_param).items():
-            state.copy_(tensors[key])
+        """Replaces: the counterpart of `_get_main_param_and_optimizer_states`. Copies into the host states, where
+        the load has not read into them already."""
+        states = self._get_main_param_and_optimizer_states(model_param)
+        require_same_size(f"a parameter of shape {tuple(model_param.shape)}", states, tensors)
+        for key, state in states.items():
+            if state.data_ptr() != tensors[key].data_ptr():
+                state.copy_(tensors[key])
         if model_param.dtype == torch.float32:  # its own master, for the base
             self._shards[self._owner_of[model_param]].detach().copy_(tensors["param"])
             self._fp32_params_were_set = True
 
     def state_dict(self) -> dict[str, Any]:
         """Replaces: how the step is found. The base reads it from per-tensor states and fails on a rank without any."""
+    def sharded_state_dict(self, model_sharded_state_dict=None, is_loading: bool = False, *args, **kwargs):
+        """Adds to the base: a load that reads into the states themselves is watched, see `checkpoint`."""
+        if self.is_stub_optimizer:
+            return super().sharded_state_dict(model_sharded_state_dict or {}, is_loading, *args, **kwargs)
+        half_loaded = self._half_loaded
+        state_dict = super().sharded_state_dict(model_sharded_state_dict or {}, is_loading, *args, **kwargs)
+        self._half_loaded = half_loaded  # a load starts with what the optimizer has, through load_state_dict
+        if is_loading and state_dict["param_state_sharding_type"] in LOADED_IN_PLACE:
+            self._loads.begin()
+        return state_dict
+
+    def sharded_param_state_dp_reshardable(self, *args, **kwargs):
+        """Adds to the base: padding is zeros, so that two saves of the same states are the same files."""
+        param_state = super().sharded_param_state_dp_reshardable(*args, **kwargs)
+        zero_padding(param_state)
+        return param_state
+
+    def load_state_dict(self, state_dict) -> None:
+        """Adds to the base: no step is possible before the states that belong to `state_dict` are loaded too."""
+        if self.is_stub_optimizer:
+            super().load_state_dict(state_dict)
+            return
+        self._half_loaded = "the step and the hyper-parameters of a checkpoint were loaded, its optimizer states not"
+        super().load_state_dict(state_dict)
+        self._loads.end()
+        if "param_state" in state_dict:
+            self._half_loaded = ""
+
+    def load_parameter_state(self, filename, *, update_legacy_format: bool = False) -> None:
+        """Replaces: the file is read as its parts are needed, and no rank waits when the first cannot read it."""
+        if self.is_stub_optimizer:
+            return
+        state_dict, problem = None, ""
+        if self.data_parallel_group.rank() == 0:
+            try:
+                state_dict = torch.load(filename, map_location="cpu", mmap=True)
+            except Exception as error:  # whatever is wrong with it, all ranks are to hear of it
+                problem = f"{filename} cannot be loaded: {error}"
+        self._raise_together(problem)
+        self.load_parameter_state_from_dp_zero(state_dict, update_legacy_format=update_legacy_format)
+
+    def load_parameter_state_from_dp_zero(self, state_dict, *, update_legacy_format: bool = False) -> None:
+        """Adds to the base: what does not fit is refused on all ranks, before anything is changed."""
+        problem = ""
+        if self.data_parallel_group.rank() == 0:
+            problem = self._problem_of_dp_zero(state_dict)
+        self._raise_together(problem)
+        super().load_parameter_state_from_dp_zero(state_dict, update_legacy_format=update_legacy_format)
+        self._half_loaded = ""
+
+    def _problem_of_dp_zero(self, state_dict) -> str:
+        """Why the gathered states of a checkpoint do not fit this model; nothing if they do."""
+        for index, of_buffer in enumerate(self.gbuf_ranges):
+            for dtypes in of_buffer:
+                expected, keys = self.buffers[index].numel_unpadded, ("param", *self.optimizer_state_keys)
+                try:
+                    found = {key: state_dict[index][dtypes][key].numel() for key in keys}
+                except (KeyError, TypeError, AttributeError) as error:
+                    return f"the checkpoint has no optimizer states of buffer {index} ({dtypes}): {error!r}"
+                if set(found.values()) != {expected}:
+                    return f"the checkpoint has {found} elements for buffer {index}, which has {expected:,}"
+        return ""
+
+    def _raise_together(self, problem: str) -> None:
+        """Raise on all data-parallel ranks what the first of them has found; nothing if it has found nothing."""
+        shared = [problem]
+        first = torch.distributed.get_process_group_ranks(self.data_parallel_group_gloo)[0]
+        torch.distributed.broadcast_object_list(shared, src=first, group=self.data_parallel_group_gloo)
+        if shared[0]:
+            raise CheckpointError(
+                f"{shared[0]}. The optimizer states are as before. Load another checkpoint (--ckpt-step), or the "
+                "weights alone with --no-load-optim or --finetune."
+            )
+
+    def _spoil(self, error: BaseException) -> None:
+        self._half_loaded = f"reading a checkpoint into the optimizer states failed in the middle ({error})"
+
         groups = self.optimizer.state_dict()["param_groups"]
         for group in groups:
             del group["params"]
@@ -359,7 +460,10 @@ class DeepStatesOptimizer(DistributedOptimizer):
         return state_dict
 
     def offload_to_cpu(self) -> None:
-        """Replaces: moving states off the device. They are never on it, and the shards are views of the params."""
+        """Replaces: moving states off the device. They are never on it, and the shards are views of the params; what
+        the steps' slots have left in the caching allocator is given back to the device."""
+        if not self.is_stub_optimizer and self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def restore_from_cpu(self) -> None:
-        """Replaces: the counterpart of `offload_to_cpu`."""
+        """Replaces: the counterpart of `offload_to_cpu`. There is nothing to bring back."""

@@ -37,6 +37,11 @@ class HostStates:
         self.exp_avg = slab.zeros(numel)
         self.exp_avg_sq = slab.zeros(numel)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return self.numel * BYTES_PER_PARAMETER
+
 
 def available_host_memory() -> int:
     """Bytes this process may still take: the machine's, or those of the tightest of its control groups."""

@@ -53,7 +53,6 @@ REFUSED_ARGUMENTS = {
     "--reuse-grad-buf-for-mxfp8-param-ag": "--reuse-grad-buf-for-mxfp8-param-ag --fp8-format e4m3 --fp8-recipe mxfp8",
     "--optimizer-cuda-graph": "--optimizer-cuda-graph",
     "--qk-clip": "--qk-clip",
-    "--async-save": "--async-save",
     "--ckpt-convert-update-legacy-dist-opt-format": "--ckpt-convert-update-legacy-dist-opt-format",
     "--use-distributed-optimizer": "",
 }
@@ -104,6 +103,7 @@ ACCEPTED_ARGUMENTS = {
     "bf16 grads": "--bf16 --grad-reduce-in-bf16",
     "fp8 compute": "--bf16 --fp8-format hybrid --transformer-impl transformer_engine",
     "params norm": "--bf16 --log-params-norm",
+    "async save": "--bf16 --async-save --use-persistent-ckpt-worker --async-strategy mcore",
     "all options": "--bf16 --dos-subgroup-size 7 --dos-cpu-threads 1 --dos-gpu-share 0.25 --dos-gpu-kernel torch"
     " --dos-grad-transfer model",
     "full-iteration graph": "--bf16 --cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad",
@@ -220,7 +220,11 @@ class TestRefusedByMegatronsParser:
 
     @pytest.mark.parametrize("case", ACCEPTED_ARGUMENTS)
     def test_supported_combinations_pass_megatrons_own_validation(self, patched_megatron, case):
-        given = {"all options": ALL_OPTIONS, "params norm": {"log_params_norm": True}}.get(case, {})
+        given = {
+            "all options": ALL_OPTIONS,
+            "params norm": {"log_params_norm": True},
+            "async save": {"async_save": True},
+        }.get(case, {})
         expected = DosOptions(use_deep_optimizer_states=True, **given)
         assert patched_megatron[0][f"accepted {case}"] == ["NoneType", list(dataclasses.asdict(expected).values())]
 

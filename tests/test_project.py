@@ -24,6 +24,7 @@ LAYERS = {
     "machine": set(),
     "perf_model": {"device", "machine", "partition", "schedule"},
     "states": {"kernels"},
+    "checkpoint": {"kernels", "states"},
     "low_precision_grads": set(),
     "param_gather": set(),
     "arguments": set(),
@@ -33,7 +34,8 @@ LAYERS = {
     "operations": {"engine", "kernels", "partition", "schedule", "states"},
     "engine": {"device", "kernels", "operations", "partition", "runs", "schedule", "states"},
     "optimizer": {
-        *("arguments", "device", "engine", "kernels", "low_precision_grads", "operations", "param_gather", "partition")
+        *("arguments", "checkpoint", "device", "engine", "kernels", "low_precision_grads", "operations"),
+        *("param_gather", "partition"),
     },
 }
 """Module or folder of the package -> the others that it may import. What is not named here may import all but

@@ -1,0 +1,236 @@
+"""What checkpoints need beyond reading and writing the host states: saves that steps cannot tear, loads that cannot
+leave half a state behind unnoticed.
+
+[Note: saves by reference] A save hands out views of the host states, not copies: that is how a synchronous save takes
+no second copy of them. An asynchronous one must not see the steps that follow. Megatron's persistent writer is sent the
+tensors through a queue, which copies host tensors into shared memory before the save call returns. A writer that is
+forked instead inherits the memory, and page-locked states are mapped shared (see `kernels/slab.py`), so it would see
+every later step. `Handouts` therefore copies what is handed out and still in use just before a fork. Either way the
+file holds the states at the moment of the call, no step ever waits for a writer, and the copy lives as long as the
+writer needs it.
+
+[Note: loads in place] A load from a distributed checkpoint reads into the states themselves, which is how it takes no
+second copy. So nothing may be read before it is known that all can be: `_require_whole_files` compares the sizes of
+the files with what the checkpoint says they hold; torch and Megatron compare names, shapes and dtypes before they
+read. If reading fails all the same, in the middle, the optimizer is told and refuses to step.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import resource
+import shutil
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.planner import LoadItemType
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_dos.kernels.threads import ranks_on_node
+from megatron_dos.states import HostMemoryError
+
+__all__ = [
+    "CheckpointError",
+    "Handouts",
+    "LoadsInPlace",
+    "require_same_size",
+    "require_shared_memory",
+    "zero_padding",
+]
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be loaded, or was loaded in part only."""
+
+
+# --- Saves by reference ----------------------------------------------------------------------------------------------
+
+
+class Handouts:
+    """Views of the states that somebody outside may still read. See [Note: saves by reference]."""
+
+    def __init__(self) -> None:
+        self._storages: list[StorageWeakRef] = []
+        _all_handouts.add(self)
+
+    def add(self, views: Iterable[torch.Tensor]) -> None:
+        """Watch `views`, each of which has a storage of its own over memory of the states."""
+        self._storages = [reference for reference in self._storages if not reference.expired()]
+        self._storages += [StorageWeakRef(view.untyped_storage()) for view in views if view.numel()]
+
+    def detach(self) -> int:
+        """Give every view that is still in use its own copy of its values; returns how many bytes were copied."""
+        copied = 0
+        for reference in self._storages:
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is not None and not storage.is_shared():
+                storage.share_memory_()  # in place: whoever holds the storage sees the copy from now on
+                copied += storage.nbytes()
+        self._storages = []
+        return copied
+
+
+_all_handouts: weakref.WeakSet[Handouts] = weakref.WeakSet()
+
+
+def _detach_all() -> None:
+    for handouts in list(_all_handouts):
+        handouts.detach()
+
+
+os.register_at_fork(before=_detach_all)
+
+
+def require_shared_memory(needed: int, folder: str = "/dev/shm") -> None:
+    """Refuse asynchronous saves whose copies would not fit, and allow as many open files as they take.
+
+    torch puts tensors that it sends to another process into `folder`, a file each. Without room for one, the process
+    is killed with SIGBUS in the middle of the save.
+
+    Args:
+        needed: bytes of the states of this rank; the other ranks of the node are taken to need as much.
+
+    Raises:
+        HostMemoryError: less than that is free.
+    """
+    ranks = ranks_on_node()
+    free = shutil.disk_usage(folder).free if os.path.isdir(folder) else 0
+    if needed * ranks > free:
+        raise HostMemoryError(
+            f"--async-save sends {needed / 2**30:.2f} GiB of optimizer states a rank through {folder}, "
+            f"{needed * ranks / 2**30:.2f} GiB for the {ranks} rank(s) of this node, and {free / 2**30:.2f} GiB are "
+            "free there. Give the container more (docker run --shm-size, or a larger tmpfs), or drop --async-save."
+        )
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def zero_padding(param_state: dict[Any, Any]) -> None:
+    """Fill with zeros what Megatron adds between the params of a `dp_reshardable` state to save, else uninitialised.
+
+    Args:
+        param_state: what `sharded_param_state_dp_reshardable` returns: buffer index -> dtypes -> per bucket the list
+            of its params' sharded tensors, with `padding` telling which are none.
+    """
+    for of_buffer in param_state.values():
+        if not isinstance(of_buffer, dict):
+            continue
+        for buckets in of_buffer.values():
+            for tensors in (tensors for bucket in buckets for tensors in bucket):
+                if tensors["padding"].unwrap():
+                    for tensor in tensors.values():
+                        if hasattr(tensor, "data"):
+                            tensor.data.zero_()
+
+
+# --- Loads in place --------------------------------------------------------------------------------------------------
+
+
+def require_same_size(name: str, states: dict[str, torch.Tensor], given: dict[str, Any]) -> None:
+    """Refuse tensors of a checkpoint that do not fit the states they are for, before any is copied.
+
+    Raises:
+        CheckpointError: one is missing, or has another number of elements.
+    """
+    for key, state in states.items():
+        tensor = given.get(key)
+        if not isinstance(tensor, torch.Tensor):
+            raise CheckpointError(
+                f"the checkpoint has no {key} for {name}: it was not saved by Adam's distributed optimizer. Load the "
+                "weights alone with --no-load-optim or --finetune."
+            )
+        if tensor.numel() != state.numel():
+            raise CheckpointError(
+                f"the checkpoint's {key} for {name} has {tensor.numel():,} elements, this rank's shard "
+                f"{state.numel():,}: it is of another model or layout. Save with --dist-ckpt-optim-fully-reshardable "
+                "to change the layout, or load the weights alone with --no-load-optim or --finetune."
+            )
+
+
+class LoadsInPlace:
+    """Told of what goes wrong while torch reads a distributed checkpoint into the states. See [Note: loads in place].
+
+    `begin` when the states are handed out, `end` when their load is over.
+    """
+
+    def __init__(self, spoiled: Callable[[BaseException], None]) -> None:
+        self._spoiled = spoiled
+
+    def begin(self) -> None:
+        """States have been handed out to be read into."""
+        _watch_reader()
+        with _lock:
+            _loading.add(self)
+
+    def end(self) -> None:
+        """The load is over, or was given up."""
+        with _lock:
+            _loading.discard(self)
+
+    def spoil(self, error: BaseException) -> None:
+        """Reading failed after it had begun."""
+        self._spoiled(error)
+        self.end()
+
+
+_lock = threading.Lock()
+_loading: weakref.WeakSet[LoadsInPlace] = weakref.WeakSet()
+
+
+def _watch_reader() -> None:
+    """Have torch's reader of distributed checkpoints look at the files before it reads any, and report failures.
+
+    The reader is torch's, and Megatron makes a new one for each load, so its class is what can be hooked. It behaves
+    as before for whoever loads anything else.
+    """
+    if getattr(FileSystemReader.read_data, "_watched_by_megatron_dos", False):
+        return
+    read_data = FileSystemReader.read_data
+
+    @functools.wraps(read_data)
+    def watched(self: FileSystemReader, plan: Any, planner: Any) -> Any:
+        loads = list(_loading)
+        if not loads:
+            return read_data(self, plan, planner)
+        _require_whole_files(self.path, self.storage_data)
+        try:
+            return read_data(self, plan, planner)
+        except BaseException as error:
+            if any(item.type is not LoadItemType.BYTE_IO for item in plan.items):  # else nothing was read in place
+                for load in loads:
+                    load.spoil(error)
+            raise
+
+    watched._watched_by_megatron_dos = True
+    FileSystemReader.read_data = watched
+
+
+def _require_whole_files(folder: Any, storage_data: dict[Any, Any]) -> None:
+    """Refuse a checkpoint whose files are missing or shorter than its metadata says.
+
+    All files, not only those that this rank reads: so all ranks refuse, and none is left waiting for the others.
+
+    Raises:
+        CheckpointError: names the file.
+    """
+    ends: dict[str, int] = {}
+    for part in storage_data.values():
+        ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
+    for name, end in ends.items():
+        path = Path(folder) / name
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"a file of the checkpoint is missing ({error}). {_WAY_OUT}") from error
+        if size < end:
+            raise CheckpointError(f"{path} has {size:,} bytes and should have {end:,}: it was cut short. {_WAY_OUT}")
+
+
+_WAY_OUT = "Nothing has been loaded. Load an earlier checkpoint: --ckpt-step ITERATION."
