@@ -257,13 +257,13 @@ class DeepStatesOptimizer(DistributedOptimizer):
             device,
             device_kernel.select(options.dos_gpu_kernel, self._device, engine_options.threads) if owned else None,
         )
-        self._low_precision = LowPrecisionGrads()
-        self.optimizer = HostAdam(
         if options.async_save:
             require_shared_memory(self._engine.states.nbytes)
         self._handouts = Handouts()
         self._loads = LoadsInPlace(self._spoil)
         self._half_loaded = ""  # why no step is possible, or nothing
+        self._low_precision = LowPrecisionGrads()
+        self.optimizer = HostAdam(
             self.optimizer.param_groups,
             self._engine,
             {shard: owner for owner, shard in enumerate(self._shards)},
@@ -301,10 +301,10 @@ class DeepStatesOptimizer(DistributedOptimizer):
 
     def step_with_ready_grads(self) -> bool:
         """Adds to the base: FP32 params are adopted first; `--log-params-norm` is answered from the new masters."""
-        self._adopt_fp32_params()
-        success = super().step_with_ready_grads()
         if not self.is_stub_optimizer and self._half_loaded:
             raise CheckpointError(f"no step is possible: {self._half_loaded}. Load a whole checkpoint first.")
+        self._adopt_fp32_params()
+        success = super().step_with_ready_grads()
         self._refresh_params_norm()
         return success
 
@@ -357,9 +357,9 @@ class DeepStatesOptimizer(DistributedOptimizer):
     def _get_main_param_and_optimizer_states(self, model_param) -> dict[str, torch.Tensor]:
         """Replaces: the lookup in an inner optimizer of transformer-engine. Views of the host states, no copies."""
         states = self._engine.owner_states(self._owner_of[model_param])
+        self._handouts.add(states.values())
         return {"param": states["master"], "exp_avg": states["exp_avg"], "exp_avg_sq": states["exp_avg_sq"]}
 
-        self._handouts.add(states.values())
     def _set_main_param_and_optimizer_states(self, model_param, tensors) -> None:
         """Replaces: the counterpart of `_get_main_param_and_optimizer_states`. Copies into the host states, where
         the load has not read into them already."""
@@ -372,8 +372,6 @@ class DeepStatesOptimizer(DistributedOptimizer):
             self._shards[self._owner_of[model_param]].detach().copy_(tensors["param"])
             self._fp32_params_were_set = True
 
-    def state_dict(self) -> dict[str, Any]:
-        """Replaces: how the step is found. The base reads it from per-tensor states and fails on a rank without any."""
     def sharded_state_dict(self, model_sharded_state_dict=None, is_loading: bool = False, *args, **kwargs):
         """Adds to the base: a load that reads into the states themselves is watched, see `checkpoint`."""
         if self.is_stub_optimizer:
@@ -451,6 +449,8 @@ class DeepStatesOptimizer(DistributedOptimizer):
     def _spoil(self, error: BaseException) -> None:
         self._half_loaded = f"reading a checkpoint into the optimizer states failed in the middle ({error})"
 
+    def state_dict(self) -> dict[str, Any]:
+        """Replaces: how the step is found. The base reads it from per-tensor states and fails on a rank without any."""
         groups = self.optimizer.state_dict()["param_groups"]
         for group in groups:
             del group["params"]
