@@ -13,10 +13,11 @@ import sys
 from collections.abc import Sequence
 
 from megatron_dos import __version__, patching
+from megatron_dos.commands import CommandError, calibrate, doctor
 
 __all__ = ["main"]
 
-_USER_ERRORS = (patching.PatchError,)
+_USER_ERRORS = (patching.PatchError, CommandError)
 
 _PATCH_HELP = """\
 Add deep optimizer states to a Megatron-LM checkout: an argument group, a check of the arguments, three fields of
@@ -85,6 +86,8 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("path", metavar="PATH", help="the checkout: the folder that holds megatron/")
         command.set_defaults(run=run)
+    for module in (doctor, calibrate):
+        module.add(commands)
     return parser
 
 

@@ -30,7 +30,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
-__all__ = ["Change", "Patch", "PatchError", "Result", "apply", "known_patches", "read_version", "revert"]
+__all__ = [
+    "Change",
+    "Patch",
+    "PatchError",
+    "Result",
+    "Status",
+    "apply",
+    "examine",
+    "known_patches",
+    "read_version",
+    "revert",
+]
 
 FORMAT = 1
 _PACKAGE_INFO = "megatron/core/package_info.py"
@@ -235,6 +246,16 @@ class Result:
     def mended(self) -> bool:
         """Whether some files were as asked already, and others not: after a killed run, or a checkout of one file."""
         return 0 < len(self.changes) < len(self.patch.files)
+
+
+@dataclass(frozen=True)
+class Status:
+    """How a tree stands to its patch: `patched` are the files, of those that the patch changes, that are changed."""
+
+    root: Path
+    version: str
+    patch: Patch
+    patched: tuple[str, ...]
 
 
 def read_version(root: Path) -> str:
@@ -468,6 +489,22 @@ def _guarded(path: Path, wanted: State) -> Result:
         return _convert(path, wanted)
     except OSError as error:  # a folder without search permission, a vanished file: before anything was written
         raise PatchError(f"{path} cannot be read: {error}. Nothing was changed.") from error
+
+
+def examine(path: str | os.PathLike[str]) -> Status:
+    """How the Megatron checkout at `path` stands to its patch. Nothing is changed.
+
+    Raises:
+        PatchError: the tree is no checkout, of an unknown version, or changed locally.
+    """
+    try:
+        root = _find_root(Path(path))
+        version = read_version(root)
+        patch, contents = _match(root, version)
+    except OSError as error:
+        raise PatchError(f"{path} cannot be read: {error}.") from error
+    done = tuple(file.path for file in patch.files if _state(file, contents[file.path]) is State.PATCHED)
+    return Status(root, version, patch, done)
 
 
 def apply(path: str | os.PathLike[str]) -> Result:

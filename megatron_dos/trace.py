@@ -17,13 +17,11 @@ import itertools
 import json
 import math
 import os
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_dos.files import new_file
 from megatron_dos.schedule import OpKind
 
 if TYPE_CHECKING:
@@ -41,7 +39,6 @@ __all__ = [
     "draw",
     "figure_of",
     "lanes_of",
-    "new_file",
     "spans_of",
     "write_chrome_trace",
 ]
@@ -331,32 +328,3 @@ def _draw_track(axes: Any, spans: Sequence[Span], colours: Mapping[str, Any], be
     axes.tick_params(axis="x", labelsize=8)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-
-
-# --- Files
-
-
-@contextmanager
-def new_file(path: str | os.PathLike[str], overwrite: bool = False) -> Iterator[Path]:
-    """A temporary path to write to, which becomes `path` at the end of the block; after an error nothing is left.
-
-    Raises:
-        FileNotFoundError: there is no such folder.
-        FileExistsError: `path` is there, and `overwrite` is false.
-    """
-    target = Path(path)
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"{target}: there is no folder {target.parent}")
-    _not_there(target, overwrite)
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    try:
-        yield temporary
-        _not_there(target, overwrite)
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _not_there(target: Path, overwrite: bool) -> None:
-    if not overwrite and target.exists():
-        raise FileExistsError(f"{target} is there already")

@@ -29,7 +29,11 @@ LAYERS = {
     "param_gather": set(),
     "arguments": set(),
     "device": {"schedule"},
-    "trace": {"device", "schedule"},
+    "files": set(),
+    "trace": {"device", "files", "schedule"},
+    "lane_rates": {"kernels"},
+    "calibration_worker": {"kernels", "lane_rates"},
+    "calibration": {"calibration_worker", "files", "machine"},
     "runs": {"partition"},
     "operations": {"engine", "kernels", "partition", "schedule", "states"},
     "engine": {"device", "kernels", "operations", "partition", "runs", "schedule", "states"},
@@ -42,7 +46,7 @@ LAYERS = {
 cpu_emulation. A program is a value of `schedule`; devices run programs, so they know its types."""
 
 KNOWS_NO_MEGATRON = tuple(part for part in LAYERS if part != "optimizer")
-KNOWS_NO_TORCH = ("partition", "schedule", "machine", "perf_model", "arguments", "trace")
+KNOWS_NO_TORCH = ("partition", "schedule", "machine", "perf_model", "arguments", "files", "trace")
 
 
 def imported_modules(path: Path) -> Iterator[str]:

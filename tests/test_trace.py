@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_dos import trace
 from megatron_dos.device.clock import FULL_DUPLEX, Sharing, simulate
+from megatron_dos.files import new_file, new_files
 from megatron_dos.schedule import OpKind, Placement, Stream, SubgroupShape, build_program
 from megatron_dos.trace import Span, busy_fraction, figure_of, lanes_of, spans_of, write_chrome_trace
 
@@ -277,9 +278,23 @@ def test_failed_write_leaves_neither_the_file_nor_a_part_of_it(tmp_path):
         temporary.write_text("half")
         raise RuntimeError("on purpose")
 
-    with pytest.raises(RuntimeError, match="on purpose"), trace.new_file(tmp_path / "x") as temporary:
+    with pytest.raises(RuntimeError, match="on purpose"), new_file(tmp_path / "x") as temporary:
         write_half(temporary)
     assert not list(tmp_path.iterdir())
+
+
+def test_of_several_files_all_appear_or_none(tmp_path):
+    paths = [tmp_path / "a", tmp_path / "b"]
+    paths[1].write_text("mine")
+    with pytest.raises(FileExistsError, match="b is there already"), new_files(paths):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+    with new_files(paths, overwrite=True) as temporaries:
+        for temporary in temporaries:
+            temporary.write_text("new")
+        assert not paths[0].exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+    assert [path.read_text() for path in paths] == ["new", "new"]
 
 
 def test_missing_folder_is_named(tmp_path):

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from megatron_dos.lane_rates import sleep_on_stream
+
 __all__ = ["Context", "Sizes", "median"]
 
 
@@ -142,7 +144,7 @@ class Context:
         if not self.dry and torch.cuda.is_available():
             torch.cuda.init()
             torch.zeros(1, device=self.device)
-            _cycles_per_millisecond()
+            sleep_on_stream(0.0)  # measures the clock
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
@@ -151,7 +153,7 @@ class Context:
         """Keep the current stream busy for about that time."""
         if self.dry:
             return
-        torch.cuda._sleep(int(milliseconds * _cycles_per_millisecond()))
+        sleep_on_stream(milliseconds)
 
     @contextlib.contextmanager
     def waits_forbidden(self) -> Iterator[None]:
@@ -180,23 +182,6 @@ class Context:
     def with_limit(self, seconds: float) -> Context:
         """The same stage with less time."""
         return dataclasses.replace(self, until=min(self.until, time.monotonic() + seconds))
-
-
-_cycles: list[float] = []
-
-
-def _cycles_per_millisecond() -> float:
-    """How many cycles a stream sleeps in a millisecond, measured once."""
-    if not _cycles:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        cycles = 20_000_000
-        for _ in range(2):  # the first time the clock may still be low
-            start.record()
-            torch.cuda._sleep(cycles)
-            end.record()
-            torch.cuda.synchronize()
-        _cycles.append(cycles / max(start.elapsed_time(end), 1e-3))
-    return _cycles[0]
 
 
 def median(values: list[float]) -> float:

@@ -1,0 +1,153 @@
+"""The measured machine of this node: where its file is kept, and when it may be used.
+
+`megatron-dos calibrate` writes a `Machine` below the user's cache folder, one file for each node and fingerprint. The
+fingerprint says on what it was measured; a file is used only where that is the same. Files are replaced atomically, so
+a reader finds a whole one or none, and a lock lets one process of a node measure while the others wait for its result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import re
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_dos import __version__
+from megatron_dos.files import new_file
+from megatron_dos.machine import Machine, MachineError, load
+
+__all__ = [
+    "cache_file",
+    "cached_machine",
+    "cpu_model",
+    "driver_version",
+    "fingerprint",
+    "gpu_count",
+    "locked",
+    "node_memory",
+    "physical_cores",
+    "store",
+]
+
+_logger = logging.getLogger(__name__)
+
+
+def cached_machine() -> Machine | None:
+    """The machine that `megatron-dos calibrate` measured here; None where it has not, or something has changed since.
+
+    Initialises CUDA where there is a GPU, to learn its name.
+    """
+    expected = fingerprint()
+    path = cache_file(expected)
+    if not path.exists():
+        return None
+    try:
+        machine = load(path)
+    except MachineError as error:
+        _logger.warning("the calibration of this machine is not used: %s. Run: megatron-dos calibrate --again", error)
+        return None
+    return machine if machine.fingerprint == expected else None
+
+
+def store(machine: Machine) -> Path:
+    """Keep a machine, whose fingerprint is that of this node, for `cached_machine`; its file.
+
+    Raises:
+        OSError: the cache folder cannot be written.
+    """
+    path = cache_file(machine.fingerprint)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with new_file(path, overwrite=True) as temporary:
+        temporary.write_text(machine.as_json(), encoding="utf-8")
+    return path
+
+
+@contextlib.contextmanager
+def locked(expected: str) -> Iterator[Machine | None]:
+    """Hold off other processes that would measure this machine; what one of them measured while this one waited.
+
+    Where the file system has no locks, several may measure; each file that they write is whole all the same.
+    """
+    began = time.time()
+    path = cache_file(expected)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_suffix(".lock"), "a") as lock:
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        fresh = path.exists() and path.stat().st_mtime >= began
+        yield cached_machine() if fresh else None
+
+
+def cache_file(of: str) -> Path:
+    """Where the machine with the fingerprint `of` is kept: below $XDG_CACHE_HOME, else ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    folder = Path(base) if os.path.isabs(base) else Path.home() / ".cache"  # a relative one is to be ignored
+    node = re.sub(r"[^\w.-]", "-", socket.gethostname()) or "node"
+    return folder / "megatron-dos" / f"{node}-{hashlib.sha256(of.encode()).hexdigest()[:12]}.json"
+
+
+def fingerprint() -> str:
+    """What this process sees of the machine, and the version that measures: 'name: value' pairs, on one line."""
+    parts = {
+        "cpu": cpu_model(),
+        "cpus allowed": len(os.sched_getaffinity(0)),
+        "memory": f"{round(node_memory() / 2**30)} GiB",
+        # Not their number: a process may see one GPU of several, as under Slurm's --gpus-per-task.
+        "gpu": " + ".join(sorted(set(_gpu_names()))) or "none",
+        "driver": driver_version() or "none",
+        "megatron-dos": __version__,
+    }
+    return ", ".join(f"{name}: {value}" for name, value in parts.items())
+
+
+def cpu_model() -> str:
+    """The processor's name as Linux gives it, or the architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def driver_version() -> str:
+    """The version of the NVIDIA driver; empty where none is loaded."""
+    try:
+        return Path("/sys/module/nvidia/version").read_text().strip()
+    except OSError:
+        return ""
+
+
+def physical_cores() -> int:
+    """Cores of the CPUs that this process may use: two hardware threads of one core count once."""
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        try:
+            cores.add(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text())
+        except OSError:  # not told, as in some virtual machines
+            cores.add(str(cpu))
+    return len(cores)
+
+
+def node_memory() -> int:
+    """Bytes of memory of the node."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def gpu_count() -> int:
+    """Real GPUs that this process sees, whether or not torch.cuda is emulated."""
+    import torch
+
+    return getattr(torch._C, "_cuda_getDeviceCount", lambda: 0)()
+
+
+def _gpu_names() -> list[str]:
+    import torch
+
+    return [torch.cuda.get_device_name(index) for index in range(gpu_count())]

@@ -1,0 +1,230 @@
+"""`megatron-dos doctor`: what this machine has for training with deep optimizer states, on one page."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_dos import __version__, calibration, patching
+from megatron_dos.commands.text import gib
+
+__all__ = ["Finding", "add", "examine", "run"]
+
+_HELP = """\
+Show what this machine has for training with deep optimizer states: versions, the CPU kernel and its threads, memory,
+GPUs, optional packages, and whether a Megatron-LM checkout is patched. Nothing is changed or measured.
+
+Exit status: 0 when training can run here, 1 when something is missing; each line that says so names the way out."""
+
+OK, NOTE, MISSING = "ok", "note", "MISSING"
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the page.
+
+    Attributes:
+        subject: what was looked at.
+        state: OK; NOTE, training runs but something could be better; MISSING, training cannot run.
+        text: what there is.
+        way_out: what to do about it, or ''.
+    """
+
+    subject: str
+    state: str
+    text: str
+    way_out: str = ""
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="show what this machine has, and what is missing for training",
+        description=_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("checkout", nargs="?", metavar="PATH", help="a Megatron-LM checkout: is it patched?")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a page")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    findings = list(examine(options.checkout))
+    missing = [finding.subject for finding in findings if finding.state == MISSING]
+    if options.json:
+        report = {"version": __version__, "can_train": not missing, "findings": [asdict(each) for each in findings]}
+        print(json.dumps(report, indent=1))
+        return 1 if missing else 0
+    width = max(len(finding.subject) for finding in findings)
+    for finding in findings:
+        print(f"{finding.state:7}  {finding.subject:{width}}  {finding.text}".rstrip())
+        if finding.way_out:
+            print(f"{'':{width + 11}}-> {finding.way_out}")
+    print()
+    print(f"Training cannot run here; missing: {', '.join(missing)}." if missing else "Training can run here.")
+    return 1 if missing else 0
+
+
+def examine(checkout: str | None = None) -> Iterator[Finding]:
+    """All findings about this machine, and about a checkout where one is given."""
+    yield Finding("megatron-dos", OK, f"{__version__} in {Path(__file__).resolve().parent.parent}")
+    yield Finding("python", OK, f"{platform.python_version()}, {sys.executable}")
+    yield from _torch()
+    yield _kernel()
+    yield from _processors()
+    yield from _memory()
+    yield from _gpu()
+    yield from _optional_packages()
+    yield _calibration()
+    yield from _megatron(checkout)
+
+
+def _torch() -> Iterator[Finding]:
+    try:
+        import torch
+    except Exception as error:  # a broken installation raises whatever it likes
+        yield Finding("torch", MISSING, f"cannot be imported: {error}", "install PyTorch 2.4 or newer: pytorch.org")
+        return
+    if torch.version.cuda is None:
+        yield Finding("torch", MISSING, f"{torch.__version__}, built without CUDA", "install a CUDA build: pytorch.org")
+    else:
+        yield Finding("torch", OK, f"{torch.__version__}, built for CUDA {torch.version.cuda}")
+
+
+def _kernel() -> Finding:
+    try:
+        from megatron_dos.kernels import cpu
+
+        return Finding("CPU kernel", OK, cpu.describe().removeprefix("CPU AdamW: "))
+    except ImportError as error:
+        way_out = "install megatron-dos again with this Python; building its C++ module takes a compiler and Python.h"
+        return Finding("CPU kernel", MISSING, f"cannot be loaded: {error}", way_out)
+    except ValueError as error:  # a launcher's variable, or MEGATRON_DOS_ISA, makes no sense
+        return Finding("CPU kernel", MISSING, str(error), "correct the environment variable")
+
+
+def _processors() -> Iterator[Finding]:
+    allowed, all_of_them = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
+    plural = "s" if nodes > 1 else ""
+    text = f"{calibration.cpu_model()}: {allowed} of {all_of_them} CPUs allowed, {nodes} NUMA node{plural}"
+    if allowed < all_of_them:
+        yield Finding("processors", NOTE, text, "more CPUs for this job (taskset, the scheduler) make updates faster")
+    else:
+        yield Finding("processors", OK, text)
+
+
+def _memory() -> Iterator[Finding]:
+    try:
+        import psutil
+
+        from megatron_dos.states import available_host_memory
+    except ImportError as error:
+        yield Finding("host memory", MISSING, f"cannot be examined: {error}", "install what is named above it")
+    else:
+        total, free = psutil.virtual_memory().total, available_host_memory()
+        room = free / 12 / 1e9  # 12 bytes a parameter
+        yield Finding(
+            "host memory", OK, f"{gib(free)} free of {gib(total)}: states of about {room:.1f}e9 params on this node"
+        )
+    try:
+        pages = _HUGE_PAGES.read_text().strip()
+    except OSError:
+        pages = "not told by this kernel"
+    chosen = pages.partition("[")[2].partition("]")[0] or pages
+    if chosen == "never":
+        way_out = f"as root: echo madvise > {_HUGE_PAGES} (updates gain 5 to 15 %)"
+        yield Finding("huge pages", NOTE, chosen, way_out)
+    else:
+        yield Finding("huge pages", OK, chosen)
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit == resource.RLIM_INFINITY:
+        yield Finding("locked memory", OK, "unlimited")
+    else:
+        way_out = "should page-locking fail: ulimit -l unlimited, or the container's memlock setting"
+        yield Finding("locked memory", NOTE, f"limited to {limit // 1024:,} KiB", way_out)
+
+
+def _gpu() -> Iterator[Finding]:
+    try:
+        import torch
+
+        gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    except Exception as error:  # no torch, or a driver that does not fit
+        yield Finding("GPU", MISSING, f"cannot be asked for: {error}", "see torch above; check nvidia-smi")
+        return
+    driver = calibration.driver_version()
+    driver = f", driver {driver}" if driver else ""
+    if not gpus:
+        way_out = "training needs one; check nvidia-smi and CUDA_VISIBLE_DEVICES. `make demo` does without"
+        yield Finding("GPU", MISSING, f"torch sees none{driver}", way_out)
+    for index, properties in enumerate(gpus):
+        text = f"{properties.name}, {gib(properties.total_memory)}, compute capability {properties.major}."
+        yield Finding(f"GPU {index}", OK, f"{text}{properties.minor}{driver}")
+
+
+def _optional_packages() -> Iterator[Finding]:
+    for name, without in (
+        ("triton", "updates on the GPU use plain torch operations then, which are slower: pip install triton"),
+        ("transformer-engine", "needed by --dos-gpu-kernel te and --transformer-impl transformer_engine only"),
+        ("apex", "needed by --dos-gpu-kernel apex only"),
+        ("matplotlib", "needed for the pictures of megatron-dos simulate: pip install matplotlib"),
+    ):
+        found = _version(name)
+        yield Finding(name, OK, found) if found else Finding(name, NOTE, "not installed", without)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _calibration() -> Finding:
+    try:
+        known = calibration.cached_machine()
+    except Exception as error:  # no torch, or a driver that does not answer: reported above
+        return Finding("calibration", NOTE, f"cannot be looked up: {error}")
+    if known is None:
+        text = "this machine has not been measured; shares are chosen by a preset's rates"
+        return Finding("calibration", NOTE, text, "megatron-dos calibrate")
+    return Finding("calibration", OK, str(calibration.cache_file(known.fingerprint)))
+
+
+def _megatron(checkout: str | None) -> Iterator[Finding]:
+    installed = _version("megatron-core")
+    if checkout is None:
+        if installed:
+            yield Finding("megatron-core", OK, installed)
+        else:
+            way_out = "pip install megatron-core, or name a checkout: megatron-dos doctor PATH"
+            yield Finding("megatron-core", MISSING, "not installed", way_out)
+        return
+    yield Finding(
+        "megatron-core", OK, f"{installed} is installed" if installed else "not installed: the checkout's own"
+    )
+    try:
+        status = patching.examine(checkout)
+    except patching.PatchError as error:
+        yield Finding("checkout", MISSING, str(error))
+        return
+    where = f"{status.root} (Megatron core {status.version})"
+    done, all_of_them = len(status.patched), len(status.patch.files)
+    patch = f"megatron-dos patch {status.root}"
+    if done == all_of_them:
+        yield Finding("checkout", OK, f"{where} is patched")
+    elif done == 0:
+        yield Finding("checkout", MISSING, f"{where} is not patched", patch)
+    else:
+        yield Finding("checkout", MISSING, f"{where} is patched in part: {done} of {all_of_them} files", patch)

@@ -1,0 +1,35 @@
+"""How the subcommands write tables and figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["gib", "short", "table"]
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    """Lines of aligned columns: those numbered in `left` flush left, the others, figures, flush right."""
+    lines = [list(header), *map(list, rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+
+    def aligned(line: Sequence[str]) -> str:
+        cells = [
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        return "  ".join(cells).rstrip()
+
+    return "\n".join([aligned(lines[0]), "  ".join("-" * width for width in widths), *map(aligned, lines[1:])])
+
+
+def gib(nbytes: float) -> str:
+    """Bytes as GiB: '12.3 GiB'."""
+    return f"{nbytes / 2**30:,.1f} GiB"
+
+
+def short(count: float) -> str:
+    """A large number in words that people use for models: 15.33B, 124.4M, 900."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.4g}{unit}"
+    return f"{count:g}"
