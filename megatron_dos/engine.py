@@ -41,7 +41,8 @@ class EngineOptions:
         grads_as_fp32: send grads to the CPU as FP32, cast on the device; otherwise in their own dtype, cast by the
             CPU update. The bits of the result are the same.
         last_bucket_first: update the buckets in the order in which the next forward pass needs them.
-        host_slots: staging slots of CPU subgroups; fewer where there are fewer subgroups.
+        host_slots: staging slots of CPU subgroups; fewer where there are fewer subgroups. 0: the CPU reads grads and
+            writes params where they are, in host memory.
         device_slots: staging slots of streamed subgroups, taken during the step.
     """
 
@@ -55,7 +56,7 @@ class EngineOptions:
 
 
 def _host_slots(partition: Partition, slots: int) -> int:
-    return max(min(slots, len(partition.subgroups)), 1)
+    return min(slots, len(partition.subgroups))
 
 
 def staging_bytes(partition: Partition, host_slots: int = HOST_SLOTS) -> int:
@@ -80,6 +81,7 @@ class UpdateEngine:
 
     Raises:
         HostMemoryError: states and staging do not fit into host memory; nothing has been allocated then.
+        ValueError: no host slots, and parameters that are not in host memory.
     """
 
     def __init__(
@@ -97,6 +99,8 @@ class UpdateEngine:
         self.device_kernel = device_kernel
         self._device = device or HostDevice()
         self._in_flight = False
+        if options.host_slots == 0 and any(shard.device.type != "cpu" for shard in shards):
+            raise ValueError("host_slots: 0 is for parameters in host memory; give at least 1 slot")
         self._program: Program | None = None
         self._program_of: tuple[EngineOptions, tuple[bool, ...]] | None = None
         self._places = Places.of(shards)

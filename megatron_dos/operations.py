@@ -123,20 +123,26 @@ class StepOperations:
             self._staged_grad(op, at, piece).copy_(self._grad(piece), non_blocking=True)
 
     def update_on_host(self, op: Op) -> cpu_kernel.Ticket:
-        """Fused update of the host states; the new params, in their model dtype, go to the host slot."""
+        """Fused update of the host states. The new params, in their model dtype, go to the host slot; without slots
+        grads are read and params written where they are."""
         states = self._engine.states
+        in_place = not self._engine.host_grads
+        if in_place:
+            runs = self._runs.of_updates_in_place(op.subgroup)
+        else:
+            runs = self._runs.of_staged_updates(op.subgroup, op.subgroup in self._cast)
         pieces = []
-        for at, piece in self._placed(op, self._runs.of_staged_updates(op.subgroup, op.subgroup in self._cast)):
+        for at, piece in self._placed(op, runs):
             span = slice(piece.slab, piece.slab + piece.numel)
             pieces.append(
                 (
                     states.master[span],
                     states.exp_avg[span],
                     states.exp_avg_sq[span],
-                    self._staged_grad(op, at, piece),
+                    self._grad(piece) if in_place else self._staged_grad(op, at, piece),
                     self._inputs.scalars[piece.owner],
                     *self._inputs.factors(piece.owner),
-                    self._staged_param(op, at, piece),
+                    self._param(piece) if in_place else self._staged_param(op, at, piece),
                 )
             )
         return cpu_kernel.submit(pieces, self._engine.options.threads)

@@ -195,12 +195,13 @@ def _engine_options(options: DosOptions, device: torch.device) -> EngineOptions:
 def _announce(subgroups: Partition, options: EngineOptions) -> None:
     """Say on the first rank of the job what the states will take, before anything is allocated."""
     if torch.distributed.get_rank() == 0:
+        slots = options.host_slots
         on_gpu = f"one subgroup in {options.stride}" if options.stride else f"{float(1 - options.host_share):.0%}"
         print(
             f"deep optimizer states: rank 0 owns {subgroups.numel:,} parameters in {len(subgroups.subgroups)} "
-            f"subgroups of at most {subgroups.largest:,}; host memory {host_bytes(subgroups) / 2**30:.3f} GiB, of "
-            f"which staging {staging_bytes(subgroups) / 2**30:.3f} GiB; {on_gpu} updated on the GPU, the rest on the "
-            f"CPU with {options.threads} thread(s)",
+            f"subgroups of at most {subgroups.largest:,}; host memory {host_bytes(subgroups, slots) / 2**30:.3f} GiB, "
+            f"of which staging {staging_bytes(subgroups, slots) / 2**30:.3f} GiB; {on_gpu} updated on the GPU, the "
+            f"rest on the CPU with {options.threads} thread(s)",
             flush=True,
         )
         print(cpu_kernel.describe(options.threads), flush=True)
@@ -249,6 +250,8 @@ class DeepStatesOptimizer(DistributedOptimizer):
         gathers_early = is_possible(config, self.ddp_config, model_chunks[0].config)
         device = make_device(self._device)
         engine_options = replace(_engine_options(options, self._device), last_bucket_first=gathers_early)
+        if device.shares_memory:
+            engine_options = replace(engine_options, host_slots=0)
         _announce(subgroups, engine_options)
         self._engine = UpdateEngine(
             subgroups,

@@ -202,7 +202,8 @@ def build_program(
     Args:
         subgroups: shapes in slab order.
         placements: one for each subgroup.
-        host_slots: staging slots of CPU subgroups (grad and param on the host, FP32 grad on the device).
+        host_slots: staging slots of CPU subgroups (grad and param on the host, FP32 grad on the device). 0 where the
+            CPU can read grads and write params in place.
         device_slots: staging slots of streamed subgroups; with 3, one is fetched, one updated and one written back.
         last_bucket_first: go through the buckets from the last to the first. Megatron fills buckets in the order of the
             backward pass, so this is the order in which the next forward pass needs their params.
@@ -212,8 +213,8 @@ def build_program(
     """
     if len(subgroups) != len(placements):
         raise ValueError(f"{len(subgroups)} subgroups but {len(placements)} placements")
-    if host_slots < 1 or device_slots < 1:
-        raise ValueError(f"a program needs at least 1 slot of each kind, got {host_slots} host, {device_slots} device")
+    if host_slots < 0 or device_slots < 1:
+        raise ValueError(f"a program needs host slots, or 0, and a device slot; got {host_slots} and {device_slots}")
     build = _Builder()
     buckets = list(dict.fromkeys(shape.bucket for shape in subgroups))
     members: list[list[int]] = [[] for _ in buckets]
@@ -224,7 +225,9 @@ def build_program(
     order = reversed(range(len(buckets))) if last_bucket_first else range(len(buckets))
     for bucket, index in [(number, index) for number in order for index in members[number]]:
         shape, placement = subgroups[index], placements[index]
-        if placement is Placement.HOST:
+        if placement is Placement.HOST and host_slots == 0:
+            _host_update_in_place(build, index)
+        elif placement is Placement.HOST:
             _host_update(build, index, used[placement] % host_slots, shape.casts)
         elif placement is Placement.STREAMED:
             _streamed_update(build, index, used[placement] % device_slots)
@@ -249,6 +252,12 @@ def _host_update(build: _Builder, subgroup: int, slot: int, casts: bool) -> None
     build.add(OpKind.GRAD_TO_HOST, Stream.GRAD_D2H, subgroup, slot, {source}, {host_grad})
     build.add(OpKind.UPDATE_ON_HOST, Stream.CPU, subgroup, slot, {host_grad, states}, {states, host_param})
     build.add(OpKind.PARAM_TO_DEVICE, Stream.PARAM_H2D, subgroup, slot, {host_param}, {("param", subgroup)})
+
+
+def _host_update_in_place(build: _Builder, subgroup: int) -> None:
+    states: Resource = ("states", subgroup)
+    reads, writes = {("grad", subgroup), states}, {states, ("param", subgroup)}
+    build.add(OpKind.UPDATE_ON_HOST, Stream.CPU, subgroup, 0, reads, writes)
 
 
 def _streamed_update(build: _Builder, subgroup: int, slot: int) -> None:

@@ -129,7 +129,7 @@ def test_grads_of_several_dtypes_in_one_subgroup(subgroup_size, share, grads_as_
 
 
 @pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize(("host_slots", "device_slots"), [(1, 1), (4, 2), (100, 100)])
+@pytest.mark.parametrize(("host_slots", "device_slots"), [(0, 1), (1, 1), (4, 2), (100, 100)])
 def test_any_number_of_slots(share, host_slots, device_slots):
     check_against_numpy(700, MIXED, 1.0, (share,), host_slots=host_slots, device_slots=device_slots)
 
@@ -209,8 +209,17 @@ def test_a_bucket_is_released_once_when_its_params_are_written(share):
     assert all(torch.equal(at_release[0, 1][owner], params[owner]) for owner in range(6))
 
 
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize(
+    "grad_dtypes", [[dtype] * 6 for dtype in (torch.float32, torch.bfloat16, torch.float16)], ids=str
+)
+def test_updates_in_place(share, grad_dtypes):
+    check_against_numpy(1000, grad_dtypes, 1 / 1000, (share, 1), host_slots=0)
+
+
 def test_host_memory_grows_with_the_slots():
     parts = make_partition(1000)
+    assert staging_bytes(parts, 0) == 0
     assert staging_bytes(parts) == 2 * 8 * parts.largest
     assert staging_bytes(parts, 3) == 3 * 8 * parts.largest
     assert staging_bytes(parts, 10**6) == len(parts.subgroups) * 8 * parts.largest

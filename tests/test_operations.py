@@ -133,17 +133,18 @@ def one_by_one():
     subgroup_size=st.sampled_from([50, 128, 1000]),
     share=st.sampled_from([0, 1, Fraction(1, 2)]),
     device=st.sampled_from([HostDevice, lambda: SimDevice(1)]),
+    host_slots=st.sampled_from([0, 2]),
     grads_as_fp32=st.booleans(),
     unscale=st.sampled_from([1.0, 0.37]),
     scales=st.dictionaries(st.integers(0, 11), st.sampled_from([0.5, 0.7]), max_size=12),
 )
 def test_joined_pieces_have_the_bits_of_pieces_one_by_one(
-    layout, subgroup_size, share, device, grads_as_fp32, unscale, scales
+    layout, subgroup_size, share, device, host_slots, grads_as_fp32, unscale, scales
 ):
     case = (layout, subgroup_size)
     options = {"host_share": share, "grads_as_fp32": grads_as_fp32}
     factors = {"unscale": unscale, "grad_scales": scales}
-    joined = outcome(*case, device(), factors, **options)
+    joined = outcome(*case, device(), factors, host_slots=host_slots, **options)
     with one_by_one():
         expected = outcome(*case, HostDevice(), factors, **options)
     assert all(torch.equal(one, other) for one, other in zip(joined, expected, strict=True))
@@ -264,3 +265,29 @@ def test_operations_copy_and_update_by_runs(monkeypatch, share):
     kinds = [op.kind for op in engine.program(inputs.grads).ops]
     copies = {OpKind.GRAD_TO_HOST: 1, OpKind.PARAM_TO_DEVICE: 1, OpKind.STATES_TO_DEVICE: 3, OpKind.STATES_TO_HOST: 3}
     assert counts == {"copy": sum(copies.get(kind, 0) for kind in kinds), "array": 1}
+
+
+def test_without_slots_nothing_is_staged(monkeypatch):
+    layout = alike(8)
+    engine, _ = make_engine(layout, 1 << 20, HostDevice(), host_slots=0)
+    inputs = inputs_at(layout, 1)
+    given = []
+    submit = operations.cpu_kernel.submit
+
+    def noted(pieces, threads):
+        given.extend(pieces)
+        return submit(pieces, threads)
+
+    monkeypatch.setattr(operations.cpu_kernel, "submit", noted)
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *_: pytest.fail("a copy"))
+    engine.update(inputs)
+    ((_, _, _, grad, *_, param),) = given
+    assert grad.data_ptr() == inputs.grads[0].data_ptr()
+    assert param.data_ptr() == engine.shards[0].data_ptr()
+    assert engine.host_grads == engine.host_params == []
+
+
+def test_parameters_on_a_gpu_are_not_updated_in_place():
+    params = [torch.empty(64, device="meta")]
+    with pytest.raises(ValueError, match="host_slots"):
+        UpdateEngine(partition([OwnedRange(0, (0, 0), 0, 64)], 64), params, EngineOptions(threads=1, host_slots=0))

@@ -204,10 +204,25 @@ def test_refuses_a_stride_below_one():
         every_kth_on_device(3, 0)
 
 
-@pytest.mark.parametrize("slots", [{"host_slots": 0}, {"device_slots": 0}])
+@pytest.mark.parametrize("slots", [{"host_slots": -1}, {"device_slots": 0}])
 def test_refuses_a_program_without_slots(slots):
     with pytest.raises(ValueError, match="slot"):
         build_program([SubgroupShape((0, 0), 1, True)], [Placement.HOST], **slots)
+
+
+def test_without_host_slots_the_cpu_updates_in_place():
+    shapes = [SubgroupShape((0, 0), 1, True)] * 4
+    program = build_program(shapes, mix([1] * 4, 0.5), host_slots=0)
+    on_host = [op for op in program.ops if program.placements[op.subgroup] is Placement.HOST]
+    on_host = [op for op in on_host if op.kind is not OpKind.RELEASE_BUCKET]
+    assert [op.kind for op in on_host] == [OpKind.UPDATE_ON_HOST] * 2
+    for op in on_host:
+        states, number = ("states", op.subgroup), op.subgroup
+        assert op.reads == {("grad", number), states}
+        assert op.writes == {("param", number), states}
+    (release,) = (op for op in program.ops if op.kind is OpKind.RELEASE_BUCKET)
+    assert {on_host[-1].index} <= happens_before(program)[release.index]
+    assert {op.kind for op in program.ops} >= {OpKind.STATES_TO_DEVICE, OpKind.UPDATE_ON_DEVICE, OpKind.STATES_TO_HOST}
 
 
 def test_refuses_placements_that_do_not_fit_the_subgroups():

@@ -35,6 +35,8 @@ class CudaDevice:
     ticket with `wait()` and `poll()`. RELEASE runs on the caller's stream, where Megatron's collectives are ordered.
     """
 
+    shares_memory = False
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # COMPUTE runs beside the caller's stream, so that updates are not held up by releases waiting there.

@@ -19,6 +19,8 @@ __all__ = ["HostDevice"]
 class HostDevice:
     """Runs operations in program order, each to its end."""
 
+    shares_memory = True
+
     def synchronize(self) -> None:
         """Nothing to wait for: every operation has ended when `run` returns."""
 

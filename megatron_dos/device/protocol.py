@@ -13,7 +13,13 @@ __all__ = ["Device"]
 
 
 class Device(Protocol):
-    """Runs programs: decides when each operation runs, within the order that the program asks for."""
+    """Runs programs: decides when each operation runs, within the order that the program asks for.
+
+    Attributes:
+        shares_memory: whether the tensors that the operations work on are in memory that the CPU may update in place.
+    """
+
+    shares_memory: bool
 
     def run(
         self,

@@ -44,6 +44,8 @@ class SimDevice:
         seed: of all orders that this device makes, one after the other.
     """
 
+    shares_memory = False  # programs have to be those of a GPU
+
     def __init__(self, seed: int, hold_back: int | None = None, check: bool = True) -> None:
         self.hold_back = hold_back
         self.check = check
