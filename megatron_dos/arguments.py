@@ -24,17 +24,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = [
+    "EARLY_GRADS_REFUSALS",
     "REFUSALS",
     "DosOptions",
     "UnsupportedOptionError",
     "add_arguments",
     "allowed_cores",
+    "can_send_grads_early",
     "validate_args",
     "validate_config",
     "validate_optimizer",
 ]
 
 _FLAG = "--use-deep-optimizer-states"
+_EARLY = "--dos-overlap-grad-d2h on"
 _MISSING = object()
 
 
@@ -63,8 +66,8 @@ class DosOptions:
 
     dos_gpu_share: float = field(default=-1.0, metadata={"metavar": "SHARE"})
     """Share of the parameters, 0 to 1, whose states are streamed through the GPU and updated there; the CPU updates
-    the others at the same time. The result is the same to the bit for every share. -1 chooses it automatically: half
-    where there is a GPU, nothing where there is none."""
+    the others at the same time. It is a share of those whose states are in host memory. The result is the same to the
+    bit for every share. -1 chooses it automatically: half where there is a GPU, nothing where there is none."""
 
     dos_update_stride: int = field(default=0, metadata={"metavar": "K", "maximum": 2**20})
     """Update one subgroup in K on the GPU, as in the published system, instead of a share. 0 is off."""
@@ -76,6 +79,19 @@ class DosOptions:
     dos_grad_transfer: str = field(default="fp32", metadata={"choices": ("fp32", "model")})
     """How gradients go to the CPU: fp32 converts them on the GPU, model sends them in their own dtype and converts
     them inside the CPU update. The result is the same to the bit."""
+
+    dos_resident_share: float = field(default=0.0, metadata={"metavar": "SHARE", "automatic": False})
+    """Share of the parameters, 0 to 1, whose states stay in GPU memory, 12 bytes for each, instead of host memory. They
+    are updated there, without any copies. The result is the same to the bit for every share."""
+
+    dos_overlap_grad_d2h: str = field(default="auto", metadata={"choices": ("auto", "on", "off")})
+    """Send gradients to the CPU in the backward pass, each bucket as soon as it is reduced. The norm, the check for
+    infinities and clipping come before any update, as ever, and the result is the same to the bit. Needs
+    --overlap-grad-reduce; auto does it where that is on and there is a GPU."""
+
+    dos_early_grad_slots: int = field(default=0, metadata={"metavar": "SUBGROUPS", "maximum": 2**16})
+    """Number of subgroups whose gradients may be sent in the backward pass: each takes host memory of at most 4 bytes
+    for each parameter of the largest subgroup. 0 chooses the number automatically."""
 
     log_params_norm: bool = field(default=False, metadata={"of_megatron": True})
     """Megatron's --log-params-norm, which its optimizer has to know of here: the norm is that of the FP32 master
@@ -92,6 +108,11 @@ class DosOptions:
             raise UnsupportedOptionError(
                 f"--dos-update-stride {self.dos_update_stride} and --dos-gpu-share {self.dos_gpu_share} both say what "
                 "the GPU updates. Drop one of them."
+            )
+        if self.dos_early_grad_slots and self.dos_overlap_grad_d2h == "off":
+            raise UnsupportedOptionError(
+                f"--dos-early-grad-slots {self.dos_early_grad_slots} has no effect with --dos-overlap-grad-d2h off. "
+                "Drop one of them."
             )
 
     @classmethod
@@ -118,8 +139,10 @@ def _check_value(option: dataclasses.Field, value: Any) -> None:
     choices = option.metadata.get("choices")
     if choices is not None and value not in choices:
         raise UnsupportedOptionError(f"{flag} {value} is not known: give one of {', '.join(choices)}.")
-    if kind is float and not (value == -1 or 0 <= value <= 1):
-        raise UnsupportedOptionError(f"{flag} {value} is out of range: give -1 (automatic) or a number from 0 to 1.")
+    automatic = option.metadata.get("automatic", True)
+    if kind is float and not (0 <= value <= 1 or (automatic and value == -1)):
+        allowed = "-1 (automatic) or a number from 0 to 1" if automatic else "a number from 0 to 1"
+        raise UnsupportedOptionError(f"{flag} {value} is out of range: give {allowed}.")
     maximum = option.metadata.get("maximum")
     if maximum is not None and not 0 <= value <= maximum:
         raise UnsupportedOptionError(f"{flag} {value} is out of range: give 0 (automatic) or 1 to {maximum}.")
@@ -383,10 +406,64 @@ REFUSALS: tuple[_Refusal, ...] = (
 )
 
 
-def _complaints(sources: Sequence[Any], are_configs: bool) -> list[str]:
-    """One complaint for each row of REFUSALS that an attribute of one of the `sources` falls under."""
+EARLY_GRADS_REFUSALS: tuple[_Refusal, ...] = (
+    _Refusal(
+        verb="needs",
+        flag="--overlap-grad-reduce",
+        fields=("overlap_grad_reduce",),
+        refused=lambda used: not used,
+        reason="gradients are final before the end of the backward pass only with it",
+        way_out="Add {flag}",
+    ),
+    _Refusal(
+        flag="--num-distributed-optimizer-instances {value}",
+        fields=("num_distributed_optimizer_instances",),
+        refused=lambda instances: instances not in (None, 1),
+        reason="gradients are reduced once more over the instances",
+        way_out=_DROP,
+    ),
+    _Refusal(
+        flag="--reduce-scatter-with-fp32-accumulation",
+        fields=("reduce_scatter_with_fp32_accumulation",),
+        refused=bool,
+        reason="it completes a reduction only when the backward pass has ended",
+        way_out=_DROP,
+    ),
+    _Refusal(
+        flag="--calculate-per-token-loss",
+        fields=("calculate_per_token_loss",),
+        refused=bool,
+        reason="it scales all gradients after the backward pass",
+        way_out=_DROP,
+    ),
+    _Refusal(
+        flag="--tensor-parallel-num-weight-shards",
+        fields=("gtp_weight_remat_size",),
+        refused=lambda size: size not in (None, 1),
+        reason="it reduces gradients once more after the backward pass",
+        way_out=_DROP,
+    ),
+    _Refusal(
+        flag="--cuda-graph-impl {value}",
+        fields=("cuda_graph_impl",),
+        refused=lambda graph: graph == "full_iteration",
+        reason="a CUDA graph of the whole iteration cannot hold copies that change from step to step",
+        way_out=_DROP,
+    ),
+)
+"""What --dos-overlap-grad-d2h cannot work with."""
+
+
+def can_send_grads_early(*sources: Any) -> bool:
+    """Whether gradients can be sent to the CPU in the backward pass, for an OptimizerConfig, a
+    DistributedDataParallelConfig and a TransformerConfig."""
+    return not _complaints(EARLY_GRADS_REFUSALS, _EARLY, sources, are_configs=True)
+
+
+def _complaints(rows: Sequence[_Refusal], subject: str, sources: Sequence[Any], are_configs: bool) -> list[str]:
+    """One complaint for each of the `rows` that an attribute of one of the `sources` falls under."""
     complaints = []
-    for row in REFUSALS:
+    for row in rows:
         for source, name in itertools.product(sources, row.fields):
             value = getattr(source, name, _MISSING)
             if value is _MISSING or not row.refused(value):
@@ -395,7 +472,7 @@ def _complaints(sources: Sequence[Any], are_configs: bool) -> list[str]:
             # Who built the config object knows its field, not the flag.
             where = f" ({type(source).__name__}.{name} = {value!r})" if are_configs else ""
             way_out = row.way_out.format(flag=flag)
-            complaints.append(f"{_FLAG} {row.verb} {flag}{where}: {row.reason}. {way_out}, or drop {_FLAG}.")
+            complaints.append(f"{subject} {row.verb} {flag}{where}: {row.reason}. {way_out}, or drop {subject}.")
             break
     return complaints
 
@@ -412,7 +489,10 @@ def _validate(options: DosOptions, sources: Sequence[Any], are_configs: bool) ->
                 f"{', '.join(given)} has no effect without {_FLAG}. Add {_FLAG}, or drop the former."
             )
         return
-    if complaints := _complaints(sources, are_configs):
+    complaints = _complaints(REFUSALS, _FLAG, sources, are_configs)
+    if options.dos_overlap_grad_d2h == "on":
+        complaints += _complaints(EARLY_GRADS_REFUSALS, _EARLY, sources, are_configs)
+    if complaints:
         raise UnsupportedOptionError("\n".join(complaints))
     if options.dos_cpu_threads > allowed_cores():
         raise UnsupportedOptionError(

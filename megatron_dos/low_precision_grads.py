@@ -1,9 +1,12 @@
-"""Grads that Megatron keeps in bf16 or fp16: unscaled, measured and clipped without an FP32 copy of them all.
+"""Grads that Megatron's code must not scale in place: unscaled, measured and clipped without an FP32 copy of them all.
+
+They are those in bf16 and fp16, and all grads where some are sent to the host before the step.
 
 [Note: one-element stand-ins] Megatron's own optimizer up-casts such grads to FP32 first and then unscales, takes
 the norm and clips in FP32. Scaling them in place in 16 bits would round differently, and an FP32 copy of all of
-them is memory the user does not have. Megatron's code for these stages only ever looks at a list of FP32 tensors,
-one per parameter shard, so a small tensor that answers the same question can stand in for each large one:
+them is memory the user does not have. FP32 grads that are on their way to the host cannot be scaled in place either.
+Megatron's code for these stages only ever looks at a list of FP32 tensors, one per parameter shard, so a small tensor
+that answers the same question can stand in for each large one:
 
   - non-finite check: the largest magnitude is finite exactly when all elements are;
   - norm: the norm of per-shard norms is how Megatron computes the norm of the shards in the first place;
@@ -24,22 +27,22 @@ __all__ = ["LowPrecisionGrads"]
 
 
 class LowPrecisionGrads:
-    """The 16-bit grads of one step and the stand-ins Megatron's grad code sees in their place.
+    """The grads of one step that are not scaled in place, and the stand-ins Megatron's grad code sees for them.
 
-    Attributes:
-        unscale: the inverse loss scale of the step, by which the grads are still to be multiplied; 1.0 without
-            loss scaling, and when all grads are FP32.
+    Args:
+        fp32_too: treat FP32 grads in this way as well as 16-bit ones.
     """
 
-    def __init__(self) -> None:
-        self._grads: dict[int, torch.Tensor] = {}  # shard index -> flat 16-bit view into Megatron's grad buffer
+    def __init__(self, fp32_too: bool = False) -> None:
+        self._fp32_too = fp32_too
+        self._grads: dict[int, torch.Tensor] = {}  # shard index -> flat view into Megatron's grad buffer
         self._clips: dict[int, torch.Tensor] = {}
         self._shard_of: dict[int, int] = {}  # id of a clip stand-in -> shard index
         self._inv_scale: torch.Tensor | None = None
-        self.unscale = 1.0
+        self._unscale = 1.0
 
     def collect(self, shards: Sequence[torch.Tensor], inv_scale: torch.Tensor | None, count_zeros: bool) -> None:
-        """Take the 16-bit grads of `shards` and put stand-ins into their `decoupled_grad` attribute.
+        """Take grads of `shards` and put stand-ins into their `decoupled_grad` attribute.
 
         Args:
             shards: parameter shards whose `decoupled_grad` is the reduced grad, in the dtype of the grad buffer.
@@ -50,7 +53,7 @@ class LowPrecisionGrads:
         self.clear()
         for index, shard in enumerate(shards):
             grad = shard.decoupled_grad
-            if grad is None or grad.dtype == torch.float32:
+            if grad is None or (grad.dtype == torch.float32 and not self._fp32_too):
                 continue
             zeros = grad.numel() - int(torch.count_nonzero(grad)) if count_zeros else 0
             clip = torch.zeros(1 + zeros, dtype=torch.float32, device=grad.device)
@@ -60,45 +63,46 @@ class LowPrecisionGrads:
             self._clips[index] = clip
             self._shard_of[id(clip)] = index
         if self._grads and inv_scale is not None:
-            self._inv_scale, self.unscale = inv_scale, inv_scale.item()
+            self._inv_scale, self._unscale = inv_scale, inv_scale.item()
 
     def clear(self) -> None:
         """Forget the step's grads."""
         self._grads.clear()
         self._clips.clear()
         self._shard_of.clear()
-        self._inv_scale, self.unscale = None, 1.0
+        self._inv_scale, self._unscale = None, 1.0
 
     def grad(self, index: int) -> torch.Tensor | None:
-        """The 16-bit grad of shard `index`, or None when its grad is FP32."""
+        """The grad of shard `index`, or None when it is scaled in place."""
         return self._grads.get(index)
 
     def magnitudes(self) -> list[torch.Tensor]:
-        """For each 16-bit grad its largest magnitude, as an FP32 tensor of one element; NaN or inf if it has one."""
+        """For each grad its largest magnitude, as an FP32 tensor of one element; NaN or inf if it has one."""
         return [
             torch.linalg.vector_norm(grad, ord=float("inf"), dtype=torch.float32).reshape(1)
             for grad in self._grads.values()
         ]
 
     def for_norm(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Replace the stand-ins in `grads` by one-element tensors that hold the norm of the unscaled FP32 grad.
+        """Replace the stand-ins in `grads` by tensors of the same norm as the unscaled FP32 grad.
 
-        The FP32 copy that the norm is taken of lives for one parameter shard at a time.
+        An FP32 grad without a loss scale is that itself; for others it is a tensor of one element. The FP32 copy that
+        its norm is taken of lives for one parameter shard at a time.
         """
         return [self._norm(self._shard_of[id(grad)]) if id(grad) in self._shard_of else grad for grad in grads]
 
     def _norm(self, index: int) -> torch.Tensor:
-        grad = self._grads[index].float()
+        grad = self._grads[index]
         if self._inv_scale is not None:
-            grad.mul_(self._inv_scale)
-        return torch.norm(grad).reshape(1)
+            return torch.norm(grad.float() * self._inv_scale).reshape(1)
+        return grad if grad.dtype == torch.float32 else torch.norm(grad.float()).reshape(1)
 
-    def clip_factors(self) -> dict[int, float]:
-        """Shard index -> the factor by which Megatron clipped its grad (1.0 where it did not).
+    def factors(self) -> dict[int, tuple[float, float]]:
+        """Shard index -> the inverse loss scale and the factor by which Megatron clipped the grad, or 1.0.
 
-        Reads all factors from the device at once.
+        Reads all clip factors from the device at once.
         """
         if not self._clips:
             return {}
         factors = torch.cat([clip[:1] for clip in self._clips.values()]).tolist()
-        return dict(zip(self._clips, factors, strict=True))
+        return {index: (self._unscale, clip) for index, clip in zip(self._clips, factors, strict=True)}

@@ -6,7 +6,7 @@ the resources that the schedule says it reads, and touches nothing but those tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,9 @@ from megatron_dos.states import STATES
 
 if TYPE_CHECKING:
     from megatron_dos.engine import UpdateEngine
+    from megatron_dos.runs import Runs
 
-__all__ = ["StepInputs", "StepOperations"]
+__all__ = ["StepInputs", "StepOperations", "send_grads"]
 
 
 @dataclass(frozen=True)
@@ -31,29 +32,27 @@ class StepInputs:
     Attributes:
         grads: flat device tensors, one element per owned parameter, FP32, bf16 or fp16.
         scalars: the Adam scalars of each shard's param group.
-        unscale: factor on grads that are not FP32, applied to their FP32 values before the grad scale.
-        grad_scales: shard index -> factor applied to its FP32 grad inside the update; 1.0 where absent.
+        grad_scales: shard index -> two factors that the update applies to its FP32 grad, one after the other, each time
+            rounded: the inverse loss scale and the clip factor. (1.0, 1.0) where absent.
         release_bucket: called with a bucket once all its params are written.
     """
 
     grads: Sequence[torch.Tensor]
     scalars: Sequence[AdamScalars]
-    unscale: float = 1.0
-    grad_scales: Mapping[int, float] = field(default_factory=dict)
+    grad_scales: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     release_bucket: Callable[[tuple[int, int]], None] = lambda bucket: None
 
     def kinds(self) -> list[int]:
         """A number for each shard, the same for shards with the same scalars and the same factors on the grad."""
         keys: list[Hashable] = list(map(id, self.scalars))
-        if self.grad_scales or self.unscale != 1.0:
+        if self.grad_scales:
             keys = [(key, *self.factors(owner)) for owner, key in enumerate(keys)]
         numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         return [numbers[key] for key in keys]
 
     def factors(self, owner: int) -> tuple[float, float]:
-        """The factors on the FP32 grad, in order: FP32 grads have been unscaled in place by Megatron."""
-        is_fp32 = self.grads[owner].dtype == torch.float32
-        return (1.0 if is_fp32 else self.unscale), self.grad_scales.get(owner, 1.0)
+        """The factors on the FP32 grad, in order."""
+        return self.grad_scales.get(owner, (1.0, 1.0))
 
 
 class StepOperations:
@@ -63,8 +62,6 @@ class StepOperations:
     """
 
     def __init__(self, engine: UpdateEngine, inputs: StepInputs, program: Program) -> None:
-        if Placement.RESIDENT in program.placements:
-            raise NotImplementedError("states that stay on the device: such a program is for the virtual clock only")
         self._engine = engine
         self._inputs = inputs
         self._runs = engine.runs(inputs)
@@ -75,6 +72,8 @@ class StepOperations:
             torch.empty((len(STATES), _aligned(max(streamed))), dtype=torch.float32, device=device)
             for _ in range(min(program.device_slots, len(streamed)))
         ]
+        self._placements = program.placements
+        self._early = program.early
         self._cast = {op.subgroup for op in program.ops if op.kind is OpKind.CAST_GRAD}
         largest_cast = max((subgroups[index].numel for index in self._cast), default=0)
         # CPU subgroups that need no cast pass over their slot, so the first to need one may have any.
@@ -84,6 +83,7 @@ class StepOperations:
     def handlers(self) -> Mapping[OpKind, Callable[[Op], Any]]:
         """What to call for each kind of operation."""
         return {
+            OpKind.EARLY_GRAD_TO_HOST: self.early_grad_to_host,
             OpKind.CAST_GRAD: self.cast_grad,
             OpKind.GRAD_TO_HOST: self.grad_to_host,
             OpKind.UPDATE_ON_HOST: self.update_on_host,
@@ -101,11 +101,16 @@ class StepOperations:
             "device_grad_slot": self._grad_slots,
             "states_slot": self._states_slots,
             "host_grad_slot": self._engine.host_grads,
+            "early_grad_slot": self._engine.early_grads,
             "host_param_slot": self._engine.host_params,
         }
         return [slots[name][index]] if name in slots else []
 
     # --- subgroups on the CPU
+
+    def early_grad_to_host(self, op: Op) -> None:
+        """Grads -> early slot."""
+        send_grads(self._subgroup(op), self._runs, self._engine.early_grads[op.slot], self._inputs.grads.__getitem__)
 
     def cast_grad(self, op: Op) -> None:
         """Grads in their own dtype -> FP32 in the device slot."""
@@ -113,14 +118,21 @@ class StepOperations:
             self._grad_slots[op.slot][at : at + piece.numel].copy_(self._grad(piece), non_blocking=True)
 
     def grad_to_host(self, op: Op) -> None:
-        """Grads -> host slot: in one copy when they were cast into a slot, else straight from the grad buffer."""
+        """Grads -> host slot: in one copy when they were cast into a slot, else straight from the grad buffer.
+
+        Of a subgroup whose grads were sent early: those that may have changed since -> early slot.
+        """
+        if op.subgroup in self._early:
+            subgroup, slot = self._subgroup(op), self._engine.early_grads[op.slot]
+            changed = [piece for piece in subgroup.pieces if piece.owner in self._engine.changing]
+            send_grads(subgroup, self._runs, slot, self._inputs.grads.__getitem__, changed)
+            return
         if op.subgroup in self._cast:
             numel = self._subgroup(op).numel
             source = self._grad_slots[op.slot][:numel]
             _typed(self._engine.host_grads[op.slot], 0, numel, source.dtype).copy_(source, non_blocking=True)
             return
-        for at, piece in self._placed(op, self._runs.of_grads(op.subgroup)):
-            self._staged_grad(op, at, piece).copy_(self._grad(piece), non_blocking=True)
+        send_grads(self._subgroup(op), self._runs, self._engine.host_grads[op.slot], self._inputs.grads.__getitem__)
 
     def update_on_host(self, op: Op) -> cpu_kernel.Ticket:
         """Fused update of the host states. The new params, in their model dtype, go to the host slot; without slots
@@ -152,17 +164,21 @@ class StepOperations:
         for at, piece in self._placed(op, self._runs.of_params(op.subgroup)):
             self._param(piece).copy_(self._staged_param(op, at, piece), non_blocking=True)
 
-    # --- subgroups streamed through the device
+    # --- subgroups on the device
 
     def states_to_device(self, op: Op) -> None:
         """Host states -> device slot."""
         self._copy_states(op, to_device=True)
 
     def update_on_device(self, op: Op) -> None:
-        """Fused update in the slot, which reads the grad and writes the param in place."""
-        slot = self._states_slots[op.slot]
+        """Fused update in the slot, or of resident states, which reads the grad and writes the param in place."""
+        if self._placements[op.subgroup] is Placement.RESIDENT:
+            subgroup = self._subgroup(op)
+            states = [self._engine.resident_part(name, subgroup.start, subgroup.stop) for name in STATES]
+        else:
+            states = list(self._states_slots[op.slot])
         for at, piece in self._placed(op, self._runs.of_updates_in_place(op.subgroup)):
-            master, exp_avg, exp_avg_sq = (state[at : at + piece.numel] for state in slot)
+            master, exp_avg, exp_avg_sq = (state[at : at + piece.numel] for state in states)
             self._engine.device_kernel(
                 master,
                 exp_avg,
@@ -207,7 +223,8 @@ class StepOperations:
         return _stretch(self._engine.shards[piece.owner], piece)
 
     def _staged_grad(self, op: Op, at: int, piece: Piece) -> torch.Tensor:
-        slot = self._engine.host_grads[op.slot]
+        early = self._early.get(op.subgroup)
+        slot = self._engine.host_grads[op.slot] if early is None else self._engine.early_grads[early]
         if op.subgroup in self._cast:
             return _typed(slot, 4 * at, piece.numel, torch.float32)
         dtype = self._inputs.grads[piece.owner].dtype
@@ -217,6 +234,26 @@ class StepOperations:
         slot = self._engine.host_params[op.slot]
         dtype = self._engine.shards[piece.owner].dtype
         return _typed(slot, self._runs.param_width(op.subgroup) * at, piece.numel, dtype)
+
+
+def send_grads(
+    subgroup: Subgroup,
+    runs: Runs,
+    slot: torch.Tensor,
+    grad_of: Callable[[int], torch.Tensor],
+    pieces: Iterable[Piece] | None = None,
+) -> None:
+    """Grads of a subgroup, in their own dtype -> a slot on the host.
+
+    Args:
+        runs: how pieces are joined, and how far apart elements are in the slot.
+        grad_of: parameter shard -> its grad.
+        pieces: only these.
+    """
+    width = runs.grad_width(subgroup.index)
+    for piece in runs.of_grads(subgroup.index) if pieces is None else pieces:
+        grad = _stretch(grad_of(piece.owner), piece)
+        _typed(slot, width * (piece.slab - subgroup.start), piece.numel, grad.dtype).copy_(grad, non_blocking=True)
 
 
 def _aligned(numel: int) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_dos.arguments import DosOptions, UnsupportedOptionError, validate_optimizer
+from megatron_dos.arguments import DosOptions, UnsupportedOptionError, can_send_grads_early, validate_optimizer
 from megatron_dos.checkpoint import (
     CheckpointError,
     Handouts,
@@ -29,7 +29,8 @@ from megatron_dos.checkpoint import (
     zero_padding,
 )
 from megatron_dos.device import CudaDevice, Device, HostDevice
-from megatron_dos.engine import EngineOptions, UpdateEngine, host_bytes, staging_bytes
+from megatron_dos.early_grads import EarlyGrads, may_change
+from megatron_dos.engine import EngineOptions, UpdateEngine, host_bytes, resident_parameters, staging_bytes
 from megatron_dos.kernels import AdamScalars, device_kernel
 from megatron_dos.kernels import cpu as cpu_kernel
 from megatron_dos.kernels.threads import default_threads
@@ -46,6 +47,8 @@ GPU_SHARE = 0.5
 
 # Layouts of the states in a distributed checkpoint that are read into the states themselves.
 LOADED_IN_PLACE = ("dp_reshardable", "fully_sharded_model_space")
+# Host slots for grads that are sent in the backward pass, when the user names no number.
+EARLY_SLOTS = 4
 
 # Every subgroup costs some bookkeeping in each step; beyond this many it would be felt.
 MOST_SUBGROUPS = 1 << 16
@@ -60,7 +63,7 @@ class HostAdam(torch.optim.Optimizer):
         engine: the states and their update.
         owners: shard -> index of that shard in the engine.
         decoupled: AdamW when true, else the decay is added to the grad.
-        low_precision: the step's grads that are not FP32.
+        low_precision: the step's grads that Megatron does not scale in place.
         early_gather: told of buckets whose params are written.
 
     `step_count` is the one step counter of this rank: there is none per group, subgroup or parameter.
@@ -84,13 +87,8 @@ class HostAdam(torch.optim.Optimizer):
         self._decoupled = decoupled
         self._low_precision = low_precision
         self._early_gather = early_gather
-        for shard, owner in owners.items():
-            states = engine.owner_states(owner)
-            self.state[shard] = {
-                "master_param": states["master"],
-                "exp_avg": states["exp_avg"],
-                "exp_avg_sq": states["exp_avg_sq"],
-            }
+        for shard in owners:
+            self.state[shard] = self._states(shard)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -125,8 +123,7 @@ class HostAdam(torch.optim.Optimizer):
         inputs = StepInputs(
             grads=[grads[i] for i in range(count)],
             scalars=[scalars[i] for i in range(count)],
-            unscale=self._low_precision.unscale,
-            grad_scales=self._low_precision.clip_factors(),
+            grad_scales=self._low_precision.factors(),
         )
         if self._early_gather is None:
             self._engine.update(inputs)
@@ -136,6 +133,10 @@ class HostAdam(torch.optim.Optimizer):
             self._early_gather.finish()
         self.step_count = step
 
+    def _states(self, shard: torch.Tensor) -> dict[str, torch.Tensor]:
+        states = self._engine.owner_states(self._owners[shard])
+        return {"master_param": states["master"], "exp_avg": states["exp_avg"], "exp_avg_sq": states["exp_avg_sq"]}
+
     def state_dict(self) -> dict[str, Any]:
         """torch's layout: `state` by position of the parameter, `param_groups` with positions for `params`."""
         position = 0
@@ -143,7 +144,7 @@ class HostAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             positions = []
             for shard in group["params"]:
-                state[position] = dict(self.state[shard])
+                state[position] = self._states(shard)
                 positions.append(position)
                 position += 1
             groups.append({**group, "params": positions, "step": self.step_count})
@@ -188,20 +189,30 @@ def _engine_options(options: DosOptions, device: torch.device) -> EngineOptions:
         threads=options.dos_cpu_threads or default_threads(),
         host_share=1 - Fraction(share),
         stride=options.dos_update_stride,
+        resident_share=Fraction(options.dos_resident_share),
         grads_as_fp32=options.dos_grad_transfer == "fp32",
     )
+
+
+def _sends_early(options: DosOptions, device: torch.device, config: Any, model_chunks: list[Any]) -> bool:
+    if options.dos_overlap_grad_d2h != "auto":
+        return options.dos_overlap_grad_d2h == "on"
+    first = model_chunks[0]
+    return device.type == "cuda" and can_send_grads_early(config, first.ddp_config, first.config)
 
 
 def _announce(subgroups: Partition, options: EngineOptions) -> None:
     """Say on the first rank of the job what the states will take, before anything is allocated."""
     if torch.distributed.get_rank() == 0:
-        slots = options.host_slots
         on_gpu = f"one subgroup in {options.stride}" if options.stride else f"{float(1 - options.host_share):.0%}"
+        resident = resident_parameters(subgroups, options)
+        on_device = f", GPU memory {12 * resident / 2**30:.3f} GiB for {resident:,} of them" if resident else ""
+        early = f"; grads of {options.early_slots} subgroup(s) sent in the backward pass" if options.early_slots else ""
         print(
             f"deep optimizer states: rank 0 owns {subgroups.numel:,} parameters in {len(subgroups.subgroups)} "
-            f"subgroups of at most {subgroups.largest:,}; host memory {host_bytes(subgroups, slots) / 2**30:.3f} GiB, "
-            f"of which staging {staging_bytes(subgroups, slots) / 2**30:.3f} GiB; {on_gpu} updated on the GPU, the "
-            f"rest on the CPU with {options.threads} thread(s)",
+            f"subgroups of at most {subgroups.largest:,}; host memory {host_bytes(subgroups, options) / 2**30:.3f} "
+            f"GiB, of which staging {staging_bytes(subgroups, options) / 2**30:.3f} GiB{on_device}; {on_gpu} updated "
+            f"on the GPU, the rest on the CPU with {options.threads} thread(s){early}",
             flush=True,
         )
         print(cpu_kernel.describe(options.threads), flush=True)
@@ -250,8 +261,11 @@ class DeepStatesOptimizer(DistributedOptimizer):
         gathers_early = is_possible(config, self.ddp_config, model_chunks[0].config)
         device = make_device(self._device)
         engine_options = replace(_engine_options(options, self._device), last_bucket_first=gathers_early)
+        sends_early = not device.shares_memory and _sends_early(options, self._device, config, model_chunks)
         if device.shares_memory:
             engine_options = replace(engine_options, host_slots=0)
+        elif sends_early:
+            engine_options = replace(engine_options, early_slots=options.dos_early_grad_slots or EARLY_SLOTS)
         _announce(subgroups, engine_options)
         self._engine = UpdateEngine(
             subgroups,
@@ -259,13 +273,16 @@ class DeepStatesOptimizer(DistributedOptimizer):
             engine_options,
             device,
             device_kernel.select(options.dos_gpu_kernel, self._device, engine_options.threads) if owned else None,
+            changing=self._changing(model_chunks) if sends_early else (),
         )
         if options.async_save:
             require_shared_memory(self._engine.states.nbytes)
         self._handouts = Handouts()
         self._loads = LoadsInPlace(self._spoil)
         self._half_loaded = ""  # why no step is possible, or nothing
-        self._low_precision = LowPrecisionGrads()
+        if sends_early:
+            EarlyGrads(model_chunks, self.buffers, self._engine, self._grad_of)
+        self._low_precision = LowPrecisionGrads(fp32_too=sends_early)
         self.optimizer = HostAdam(
             self.optimizer.param_groups,
             self._engine,
@@ -277,8 +294,18 @@ class DeepStatesOptimizer(DistributedOptimizer):
         self._copy_model_params_to_main_params()
         self._fp32_params_were_set = True
 
+    def _changing(self, model_chunks: list[Any]) -> list[int]:
+        """The shards whose grads may change after their reduction."""
+        names = {param: name for chunk in model_chunks for name, param in chunk.named_parameters()}
+        return [owner for owner, param in enumerate(self._owned_params) if may_change(names[param], param)]
+
+    def _grad_of(self, owner: int) -> torch.Tensor:
+        param = self._owned_params[owner]
+        owned = self._get_model_param_range_map(param)["param"]
+        return param.main_grad.view(-1)[owned.start : owned.end]
+
     def _copy_model_grads_to_main_grads(self) -> None:
-        """Adds to the base: grads that are not FP32 get stand-ins, see `low_precision_grads`."""
+        """Adds to the base: grads that are not scaled in place get stand-ins, see `low_precision_grads`."""
         super()._copy_model_grads_to_main_grads()
         if self.is_stub_optimizer:
             return
@@ -289,7 +316,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
         )
 
     def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
-        """Replaces: 16-bit grads in the list of tensors that are unscaled in place, by their magnitudes."""
+        """Replaces: grads that are not scaled in place, in the list of those that are, by their magnitudes."""
         in_place = [
             shard.decoupled_grad.data
             for owner, shard in enumerate(self._shards)
@@ -298,7 +325,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
         return in_place + self._low_precision.magnitudes()
 
     def get_grads_for_grad_norm(self, *args, **kwargs) -> list[torch.Tensor]:
-        """Replaces: 16-bit grads in the list of tensors that the norm is taken of, by their norms."""
+        """Replaces: grads that are not scaled in place, in the list that the norm is taken of, by their norms."""
         grads = super().get_grads_for_grad_norm(*args, **kwargs)
         return grads if self.is_stub_optimizer else self._low_precision.for_norm(grads)
 
@@ -321,7 +348,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
             return
         for owner, shard in enumerate(self._shards):
             if shard.dtype == torch.float32:
-                self._engine.owner_states(owner)["master"].copy_(shard.detach())
+                self._engine.write_owner_states(owner, {"master": shard.detach()})
         self._fp32_params_were_set = False
 
     def _refresh_params_norm(self) -> None:
@@ -337,7 +364,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
                 param.main_param = _norm(master).to(param.device)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Adds to the base: the step's 16-bit grads are let go."""
+        """Adds to the base: the step's grads that were not scaled in place are let go."""
         super().zero_grad(set_to_none)
         if not self.is_stub_optimizer:
             self._low_precision.clear()
@@ -354,7 +381,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
         for owner, param in enumerate(self._owned_params):
             owned = self._get_model_param_range_map(param)["param"]
             source = sources.get(param, param).detach().view(-1)[owned.start : owned.end]
-            self._engine.owner_states(owner)["master"].copy_(source)
+            self._engine.write_owner_states(owner, {"master": source})
         self._refresh_params_norm()
 
     def _get_main_param_and_optimizer_states(self, model_param) -> dict[str, torch.Tensor]:
@@ -364,13 +391,14 @@ class DeepStatesOptimizer(DistributedOptimizer):
         return {"param": states["master"], "exp_avg": states["exp_avg"], "exp_avg_sq": states["exp_avg_sq"]}
 
     def _set_main_param_and_optimizer_states(self, model_param, tensors) -> None:
-        """Replaces: the counterpart of `_get_main_param_and_optimizer_states`. Copies into the host states, where
-        the load has not read into them already."""
+        """Replaces: the counterpart of `_get_main_param_and_optimizer_states`. Copies into the states, where the load
+        has not read into them already."""
         states = self._get_main_param_and_optimizer_states(model_param)
         require_same_size(f"a parameter of shape {tuple(model_param.shape)}", states, tensors)
-        for key, state in states.items():
-            if state.data_ptr() != tensors[key].data_ptr():
-                state.copy_(tensors[key])
+        new = {key: tensors[key] for key, state in states.items() if state.data_ptr() != tensors[key].data_ptr()}
+        if "param" in new:
+            new["master"] = new.pop("param")
+        self._engine.write_owner_states(self._owner_of[model_param], new)
         if model_param.dtype == torch.float32:  # its own master, for the base
             self._shards[self._owner_of[model_param]].detach().copy_(tensors["param"])
             self._fp32_params_were_set = True
@@ -463,10 +491,14 @@ class DeepStatesOptimizer(DistributedOptimizer):
         return state_dict
 
     def offload_to_cpu(self) -> None:
-        """Replaces: moving states off the device. They are never on it, and the shards are views of the params; what
-        the steps' slots have left in the caching allocator is given back to the device."""
-        if not self.is_stub_optimizer and self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        """Replaces: moving states off the device. Only resident ones are there, and the shards are views of the params.
+        What the steps' slots have left in the caching allocator is given back to the device."""
+        if not self.is_stub_optimizer:
+            self._engine.move_resident(torch.device("cpu"))
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def restore_from_cpu(self) -> None:
-        """Replaces: the counterpart of `offload_to_cpu`. There is nothing to bring back."""
+        """Replaces: the counterpart of `offload_to_cpu`."""
+        if not self.is_stub_optimizer:
+            self._engine.move_resident(self._device)

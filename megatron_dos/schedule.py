@@ -10,7 +10,7 @@ A subgroup is updated in one of two places, mixed as evenly as the shares allow:
     on the CPU      cast_grad (cast) -> grad_to_host (d2h) -> update_on_host (cpu) -> param_to_device (h2d)
     on the device   states_to_device (h2d) -> update_on_device (compute) -> states_to_host (d2h)
 
-or, in the programs of other systems, with its states on the device throughout: update_on_device alone.
+or with its states on the device throughout: update_on_device alone.
 
 [Note: streams] Each copy direction has two streams, one for states and one for the grads and params of CPU
 subgroups. A stream runs its operations in order: if the params of a CPU subgroup waited for the CPU on the stream
@@ -19,12 +19,17 @@ that also fetches states, the fetches behind them would wait for the CPU too.
 [Note: slots] Staging memory is a small number of slots of each kind, used in turn by the subgroups of that kind. What
 was read from or written to a slot before is what its next use has to wait for; the builder derives these waits from
 the reads and writes alone.
+
+[Note: early grads] Grads of CPU subgroups may be sent in the backward pass, as soon as they are reduced. Each such
+subgroup has a slot of its own then, because no update may free it before the norm of all grads is known. The program of
+the step holds these copies as its first operations, and a device that has begun them in the backward pass does not
+begin them again. What changes after the reduction is sent once more, in its turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from fractions import Fraction
 
@@ -68,8 +73,9 @@ class Placement(Enum):
 
 
 class OpKind(Enum):
+    EARLY_GRAD_TO_HOST = "early_grad_to_host"  # grads, in their own dtype -> early slot, in the backward pass
     CAST_GRAD = "cast_grad"  # grads in the buffer's dtype -> FP32 in a device slot
-    GRAD_TO_HOST = "grad_to_host"  # grads -> host slot
+    GRAD_TO_HOST = "grad_to_host"  # grads -> host slot; of early subgroups: what has changed -> early slot
     UPDATE_ON_HOST = "update_on_host"  # fused update of the host states; model-dtype params -> host slot
     PARAM_TO_DEVICE = "param_to_device"  # host slot -> param buffer
     STATES_TO_DEVICE = "states_to_device"  # master, exp_avg, exp_avg_sq -> device slot
@@ -104,13 +110,15 @@ class Op:
 class Program:
     """The operations of one step, in a valid sequential order.
 
-    `host_slots` and `device_slots` are the numbers of staging slots of CPU and of device subgroups.
+    `host_slots` and `device_slots` are the numbers of staging slots of CPU and of device subgroups. `early` gives each
+    subgroup whose grads are sent in the backward pass its early slot.
     """
 
     ops: tuple[Op, ...]
     placements: tuple[Placement, ...]
     host_slots: int
     device_slots: int
+    early: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def casts(self) -> bool:
@@ -183,11 +191,19 @@ class _Builder:
 
 @dataclass(frozen=True)
 class SubgroupShape:
-    """What the schedule has to know of a subgroup: its bucket, its size and whether its grads need a cast."""
+    """What the schedule has to know of a subgroup.
+
+    Attributes:
+        bucket: where its params lie.
+        numel: its size in elements.
+        casts: whether its grads are cast before they are sent to the CPU.
+        changes: whether some of its grads may change between their reduction and the step.
+    """
 
     bucket: tuple[int, int]
     numel: int
     casts: bool
+    changes: bool = False
 
 
 def build_program(
@@ -196,6 +212,7 @@ def build_program(
     host_slots: int = 2,
     device_slots: int = 3,
     last_bucket_first: bool = False,
+    early: Mapping[int, int] | None = None,
 ) -> Program:
     """The program that updates `subgroups[i]` at `placements[i]`.
 
@@ -207,15 +224,28 @@ def build_program(
         device_slots: staging slots of streamed subgroups; with 3, one is fetched, one updated and one written back.
         last_bucket_first: go through the buckets from the last to the first. Megatron fills buckets in the order of the
             backward pass, so this is the order in which the next forward pass needs their params.
+        early: CPU subgroup whose grads are sent in the backward pass -> its early slot, in the order of sending. See
+            [Note: early grads].
 
     Raises:
-        ValueError: the sequences differ in length, or there is no slot for a placement that needs one.
+        ValueError: the sequences differ in length, there is no slot for a placement that needs one, an early subgroup
+            is not updated on the CPU, or two have the same early slot.
     """
+    early = dict(early or {})
     if len(subgroups) != len(placements):
         raise ValueError(f"{len(subgroups)} subgroups but {len(placements)} placements")
     if host_slots < 0 or device_slots < 1:
         raise ValueError(f"a program needs host slots, or 0, and a device slot; got {host_slots} and {device_slots}")
+    if early and host_slots == 0:
+        raise ValueError("early grads are for a CPU that does not read the grads where they are: give host slots")
+    if any(placements[index] is not Placement.HOST for index in early):
+        raise ValueError("early grads are those of subgroups that are updated on the CPU")
+    if len(set(early.values())) < len(early):
+        raise ValueError(f"each early subgroup has a slot of its own, got {early}")
     build = _Builder()
+    for index, slot in early.items():
+        reads, writes = {("grad", index)}, {("early_grad_slot", slot)}
+        build.add(OpKind.EARLY_GRAD_TO_HOST, Stream.GRAD_D2H, index, slot, reads, writes)
     buckets = list(dict.fromkeys(shape.bucket for shape in subgroups))
     members: list[list[int]] = [[] for _ in buckets]
     numbers = {bucket: number for number, bucket in enumerate(buckets)}
@@ -228,7 +258,7 @@ def build_program(
         if placement is Placement.HOST and host_slots == 0:
             _host_update_in_place(build, index)
         elif placement is Placement.HOST:
-            _host_update(build, index, used[placement] % host_slots, shape.casts)
+            _host_update(build, index, shape, used[placement] % host_slots, early.get(index))
         elif placement is Placement.STREAMED:
             _streamed_update(build, index, used[placement] % device_slots)
         else:
@@ -237,19 +267,25 @@ def build_program(
         if index == members[bucket][-1]:
             params = {("param", member) for member in members[bucket]}
             build.add(OpKind.RELEASE_BUCKET, Stream.RELEASE, bucket, 0, params, {("bucket", bucket)})
-    return Program(tuple(build.ops), tuple(placements), host_slots, device_slots)
+    return Program(tuple(build.ops), tuple(placements), host_slots, device_slots, early)
 
 
-def _host_update(build: _Builder, subgroup: int, slot: int, casts: bool) -> None:
+def _host_update(build: _Builder, subgroup: int, shape: SubgroupShape, slot: int, early_slot: int | None) -> None:
     grad: Resource = ("grad", subgroup)
     host_grad: Resource = ("host_grad_slot", slot)
     host_param: Resource = ("host_param_slot", slot)
     states: Resource = ("states", subgroup)
-    source = grad
-    if casts:
-        source = ("device_grad_slot", slot)
-        build.add(OpKind.CAST_GRAD, Stream.CAST, subgroup, slot, {grad}, {source})
-    build.add(OpKind.GRAD_TO_HOST, Stream.GRAD_D2H, subgroup, slot, {source}, {host_grad})
+    if early_slot is not None:
+        host_grad = ("early_grad_slot", early_slot)
+        if shape.changes:
+            # Both copies are on one stream, and what the first has brought must stay where the second brings nothing.
+            build.add(OpKind.GRAD_TO_HOST, Stream.GRAD_D2H, subgroup, early_slot, {grad, host_grad}, {host_grad})
+    else:
+        source = grad
+        if shape.casts:
+            source = ("device_grad_slot", slot)
+            build.add(OpKind.CAST_GRAD, Stream.CAST, subgroup, slot, {grad}, {source})
+        build.add(OpKind.GRAD_TO_HOST, Stream.GRAD_D2H, subgroup, slot, {source}, {host_grad})
     build.add(OpKind.UPDATE_ON_HOST, Stream.CPU, subgroup, slot, {host_grad, states}, {states, host_param})
     build.add(OpKind.PARAM_TO_DEVICE, Stream.PARAM_H2D, subgroup, slot, {host_param}, {("param", subgroup)})
 

@@ -1,7 +1,7 @@
-"""The optimizer states in host memory: FP32 master params, exp_avg and exp_avg_sq, one flat slab of each.
+"""The optimizer states: FP32 master params, exp_avg and exp_avg_sq, one flat slab of each in host memory.
 
 Each owned parameter's states are slices of the slabs; they exist nowhere else, neither on the device nor as a
-second host copy.
+second host copy. The user may have a share of them reside on the device instead: then they are there only.
 """
 
 from __future__ import annotations
@@ -10,11 +10,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+import torch
 
 from megatron_dos.kernels import gpu, slab
 from megatron_dos.kernels.threads import ranks_on_node
 
-__all__ = ["BYTES_PER_PARAMETER", "STATES", "HostMemoryError", "HostStates", "require_host_memory"]
+__all__ = [
+    "BYTES_PER_PARAMETER",
+    "STATES",
+    "DeviceMemoryError",
+    "HostMemoryError",
+    "HostStates",
+    "ResidentStates",
+    "require_host_memory",
+]
 
 STATES = ("master", "exp_avg", "exp_avg_sq")
 BYTES_PER_PARAMETER = 4 * len(STATES)  # all in FP32
@@ -22,6 +31,10 @@ BYTES_PER_PARAMETER = 4 * len(STATES)  # all in FP32
 
 class HostMemoryError(MemoryError):
     """The optimizer states of this node's ranks do not fit into its free host memory."""
+
+
+class DeviceMemoryError(MemoryError):
+    """The optimizer states that are to reside on the device do not fit into its free memory."""
 
 
 class HostStates:
@@ -41,6 +54,33 @@ class HostStates:
     def nbytes(self) -> int:
         """Bytes of all of them."""
         return self.numel * BYTES_PER_PARAMETER
+
+
+class ResidentStates:
+    """Flat FP32 arrays of `numel` zeros each on a device: `master`, `exp_avg`, `exp_avg_sq`.
+
+    Raises:
+        DeviceMemoryError: they do not fit; nothing has been allocated then.
+    """
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self.numel = numel
+        needed = numel * BYTES_PER_PARAMETER
+        if device.type == "cuda" and numel:
+            free = torch.cuda.mem_get_info(device)[0]
+            if needed > free:
+                raise DeviceMemoryError(
+                    f"--dos-resident-share keeps {needed / 2**30:.2f} GiB of optimizer states on the GPU, but only "
+                    f"{free / 2**30:.2f} GiB of its memory are free, before activations. Lower the share."
+                )
+        self.master = torch.zeros(numel, device=device)
+        self.exp_avg = torch.zeros(numel, device=device)
+        self.exp_avg_sq = torch.zeros(numel, device=device)
+
+    def move_to(self, device: torch.device) -> None:
+        """Move all states, one array after the other."""
+        for name in STATES:
+            setattr(self, name, getattr(self, name).to(device))
 
 
 def available_host_memory() -> int:

@@ -35,7 +35,8 @@ from megatron_dos.engine import EngineOptions, UpdateEngine
 from megatron_dos.kernels import AdamScalars, device_kernel
 from megatron_dos.operations import StepInputs
 from megatron_dos.partition import OwnedRange, Partition, partition
-from megatron_dos.schedule import Program
+from megatron_dos.schedule import Op, Program
+from megatron_dos.states import STATES
 
 __all__ = ["Case", "Mutant", "Mutations", "Run", "check_mutations", "check_orders", "make_case"]
 
@@ -47,24 +48,33 @@ TRIES = 20  # for a removed dependency to show in the result
 
 @dataclass(frozen=True)
 class Step:
-    """What changes from step to step."""
+    """What changes from step to step.
+
+    Grads of the buckets in `early` are sent before the step where the CPU has a use for them; in a `skipped` step that
+    is all that happens, as when a grad is not finite.
+    """
 
     share: Fraction
     grads: list[torch.Tensor]
     scalars: list[AdamScalars]
-    unscale: float
-    grad_scales: dict[int, float]
+    grad_scales: dict[int, tuple[float, float]]
+    early: list[tuple[int, int]]
+    skipped: bool
 
 
 @dataclass(frozen=True)
 class Case:
-    """A partition, its first params and some steps; `options` holds all but the share."""
+    """A partition, its first params and some steps; `options` holds all but the share.
+
+    The grads of the owners in `changing` change after the early ones were sent.
+    """
 
     partition: Partition
     buckets: dict[tuple[int, int], list[int]]
     params: list[torch.Tensor]
     options: EngineOptions
     steps: list[Step]
+    changing: frozenset[int]
 
 
 @dataclass
@@ -79,41 +89,65 @@ class Run:
     def __post_init__(self) -> None:
         self.params = [param.clone() for param in self.case.params]
         kernel = device_kernel.select("auto", torch.device("cpu"), threads=1)
-        self.engine = UpdateEngine(self.case.partition, self.params, self.case.options, self, kernel)
+        self.engine = UpdateEngine(
+            self.case.partition, self.params, self.case.options, self, kernel, self.case.changing
+        )
         self.restart()
 
     def run(self, program: Program, handlers: Any, memory: Any) -> None:
         """The engine's device is this object, so that `device` can be exchanged."""
         self.device.run(program, handlers, memory)
 
+    def begin(self, op: Op, handler: Any) -> None:
+        self.device.begin(op, handler)
+
+    def join(self) -> None:
+        self.device.join()
+
     def synchronize(self) -> None:
         self.device.synchronize()
 
     def restart(self) -> None:
         """Back to the first step's start."""
-        states = self.engine.states
-        states.exp_avg.zero_()
-        states.exp_avg_sq.zero_()
         for owner, (param, first) in enumerate(zip(self.params, self.case.params, strict=True)):
             param.copy_(first)
-            self.engine.owner_states(owner)["master"].copy_(first)
+            zeros = torch.zeros(first.numel())
+            self.engine.write_owner_states(owner, {"master": first, "exp_avg": zeros, "exp_avg_sq": zeros})
 
     def program(self, step: Step) -> Program:
+        """What the step will run."""
+        device, self.device = self.device, HostDevice()
+        self._send_early(step)
+        program = self.engine.program(step.grads)
+        self.engine.forget_early()
+        self.device = device
+        return program
+
+    def _send_early(self, step: Step) -> None:
         self.engine.options = replace(self.case.options, host_share=step.share)
-        return self.engine.program(step.grads)
+        final = {owner: step.grads[owner].clone() for owner in self.case.changing}
+        for owner in final:
+            step.grads[owner].fill_(float("nan"))
+        for bucket in step.early:
+            self.engine.send_early([bucket], step.grads.__getitem__)
+        for owner, grad in final.items():
+            step.grads[owner].copy_(grad)
 
     def step(self, step: Step) -> list[torch.Tensor]:
         """Run one step; its result: states, params, and each bucket's params as they were when it was released."""
-        self.engine.options = replace(self.case.options, host_share=step.share)
         released: dict[tuple[int, int], torch.Tensor] = {}
 
         def release(bucket: tuple[int, int]) -> None:
             assert bucket not in released, f"bucket {bucket} was released twice"
             released[bucket] = as_bytes([self.params[owner] for owner in self.case.buckets[bucket]])
 
-        self.engine.update(StepInputs(step.grads, step.scalars, step.unscale, step.grad_scales, release))
-        states = self.engine.states
-        flat = as_bytes([states.master, states.exp_avg, states.exp_avg_sq, *self.params])
+        self._send_early(step)
+        if step.skipped:
+            self.engine.forget_early()
+        else:
+            self.engine.update(StepInputs(step.grads, step.scalars, step.grad_scales, release))
+        states = [self.engine.owner_states(owner) for owner in range(len(self.params))]
+        flat = as_bytes([of_owner[name] for name in STATES for of_owner in states] + self.params)
         return [flat, *(released[bucket] for bucket in sorted(released))]
 
 
@@ -141,7 +175,10 @@ def make_case(seed: int) -> Case:
         grads_as_fp32=rng.random() < 0.5,
         host_slots=rng.randint(1, 4),
         device_slots=rng.randint(1, 4),
+        early_slots=rng.choice((0, 0, 1, 2, 3, 4)),
+        resident_share=rng.choice((0, 0, 0, Fraction(1, 3), Fraction(7, 10))),
     )
+    changing = frozenset(owner for owner in range(len(numels)) if rng.random() < 0.3)
     shares = (Fraction(0), Fraction(1), Fraction(rng.randint(1, 99), 100), Fraction(rng.randint(1, 99), 100))
     steps = [
         Step(
@@ -151,13 +188,18 @@ def make_case(seed: int) -> Case:
                 AdamScalars.at_step(number, 1e-2, (0.9, 0.95), 1e-8, 0.1 * (owner % 2), decoupled=True)
                 for owner in range(len(numels))
             ],
-            unscale=rng.choice((1.0, 0.125, 0.3)),
-            grad_scales={owner: rng.uniform(0.1, 1) for owner in range(len(numels)) if rng.random() < 0.5},
+            grad_scales={
+                owner: (rng.choice((1.0, 0.125, 0.3)), rng.uniform(0.1, 1))
+                for owner in range(len(numels))
+                if rng.random() < 0.5
+            },
+            early=[bucket for bucket in sorted(buckets) if rng.random() < 0.8],
+            skipped=number > 1 and rng.random() < 0.2,
         )
         for number in range(1, STEPS + 1)
     ]
     params = [torch.randn(n, generator=generator).to(d) for n, d in zip(numels, param_dtypes, strict=True)]
-    return Case(parts, buckets, params, options, steps)
+    return Case(parts, buckets, params, options, steps, changing)
 
 
 def _random_partition(rng: random.Random) -> tuple[Partition, dict[tuple[int, int], list[int]], list[int]]:
@@ -181,7 +223,7 @@ def check_orders(seed: int, orders: int) -> list[str]:
     """Run one case in `orders` random orders, a step each. The faults found, in words; none when all is well."""
     case = make_case(seed)
     sequential = Run(case, HostDevice())
-    expected = [sequential.step(replace(step, share=Fraction(1))) for step in case.steps]
+    expected = [sequential.step(replace(step, share=Fraction(1), early=[])) for step in case.steps]
     device = SimDevice(seed)
     run = Run(case, device)
     rng = random.Random(seed)
@@ -224,6 +266,12 @@ class Mutant:
     op: int
     dependency: int
     device: SimDevice
+
+    def begin(self, op: Op, handler: Any) -> None:
+        self.device.begin(op, handler)
+
+    def join(self) -> None:
+        self.device.join()
 
     def synchronize(self) -> None:
         self.device.synchronize()

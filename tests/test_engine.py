@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from megatron_dos.device import HostDevice
-from megatron_dos.engine import EngineOptions, UpdateEngine, host_bytes, staging_bytes
+from megatron_dos.engine import EngineOptions, UpdateEngine, host_bytes, resident_parameters, staging_bytes
 from megatron_dos.kernels import AdamScalars, device_kernel, reference
-from megatron_dos.operations import StepInputs, StepOperations
+from megatron_dos.operations import StepInputs
 from megatron_dos.partition import OwnedRange, partition
-from megatron_dos.schedule import OpKind, Placement, SubgroupShape, build_program, static_split
+from megatron_dos.schedule import OpKind, Placement, build_program
+from megatron_dos.states import STATES
 
 SHAPES = ((1,), (3, 5), (17,), (64, 64), (129, 7), (512, 64))
 NUMELS = [int(np.prod(shape)) for shape in SHAPES]
@@ -37,13 +38,24 @@ def make_partition(subgroup_size: int):
     return partition(ranges, subgroup_size)
 
 
-def make_engine(params: list[torch.Tensor], subgroup_size: int, **options) -> UpdateEngine:
+def make_engine(params: list[torch.Tensor], subgroup_size: int, changing=(), **options) -> UpdateEngine:
     parts = make_partition(subgroup_size)
     kernel = device_kernel.select("auto", torch.device("cpu"), threads=1)
-    engine = UpdateEngine(parts, params, EngineOptions(threads=1, **options), device_kernel=kernel)
+    engine = UpdateEngine(parts, params, EngineOptions(threads=1, **options), device_kernel=kernel, changing=changing)
     for owner, param in enumerate(params):
-        engine.owner_states(owner)["master"].copy_(param)
+        engine.write_owner_states(owner, {"master": param})
     return engine
+
+
+def send_early(engine: UpdateEngine, grads: list[torch.Tensor]) -> None:
+    """As in a backward pass, with the grads that may change not final yet."""
+    final = {owner: grads[owner].clone() for owner in engine.changing}
+    for owner in final:
+        grads[owner].fill_(7)
+    for bucket in engine.buckets:
+        engine.send_early([bucket], grads.__getitem__)
+    for owner, grad in final.items():
+        grads[owner].copy_(grad)
 
 
 def scalars_at(step: int, weight_decay: float, decoupled: bool = True) -> AdamScalars:
@@ -61,9 +73,7 @@ class Expected:
     exp_avg_sq: np.ndarray
 
     def step(self, grad: torch.Tensor, scalars: AdamScalars, unscale: float, grad_scale: float) -> None:
-        wide = grad.float().numpy()
-        if grad.dtype != torch.float32:
-            wide = wide * np.float32(unscale)
+        wide = grad.float().numpy() * np.float32(unscale)
         reference.adamw(self.master, self.exp_avg, self.exp_avg_sq, wide, scalars, grad_scale=grad_scale)
 
 
@@ -83,14 +93,16 @@ def check_against_numpy(
         for param in params
     ]
     generator = torch.Generator().manual_seed(1)
-    scales = {3: 0.3125, 5: 0.7}
+    scales = {owner: (unscale, {3: 0.3125, 5: 0.7}.get(owner, 1.0)) for owner in range(len(NUMELS)) if owner != 1}
     for step in range(1, STEPS + 1):
         engine.options = replace(engine.options, host_share=shares[(step - 1) % len(shares)])
         grads = [torch.randn(n, generator=generator).to(d) for n, d in zip(NUMELS, grad_dtypes, strict=True)]
         scalars = [scalars_at(step, 0.1 if owner % 2 else 0.0, decoupled) for owner in range(len(NUMELS))]
-        engine.update(StepInputs(grads, scalars, unscale, scales))
+        if engine.early_grads:
+            send_early(engine, grads)
+        engine.update(StepInputs(grads, scalars, scales))
         for owner, grad in enumerate(grads):
-            expected[owner].step(grad, scalars[owner], unscale, scales.get(owner, 1.0))
+            expected[owner].step(grad, scalars[owner], *scales.get(owner, (1.0, 1.0)))
         assert_same_bits(engine, params, expected)
 
 
@@ -138,6 +150,93 @@ def test_any_number_of_slots(share, host_slots, device_slots):
 @pytest.mark.parametrize("share", SHARES)
 def test_an_unscale_factor_that_is_no_power_of_two_rounds_as_megatron_does(share, grads_as_fp32):
     check_against_numpy(1000, [torch.float16] * 6, 1 / 1000, (share,), grads_as_fp32=grads_as_fp32)
+
+
+@pytest.mark.parametrize("early_slots", [1, 3, 100])
+@pytest.mark.parametrize("grad_dtypes", [MIXED, [torch.bfloat16] * 6], ids=["mixed", "bf16"])
+def test_grads_that_are_sent_early(early_slots, grad_dtypes):
+    """Also those that change afterwards: a whole parameter in several subgroups, and a piece of one."""
+    check_against_numpy(
+        700, grad_dtypes, 1 / 1000, (0, Fraction(37, 100), 1), early_slots=early_slots, changing=(0, 3, 4)
+    )
+
+
+def test_early_grads_are_those_of_the_first_buckets_as_far_as_slots_go():
+    engine = make_engine(random_params(), 700, early_slots=4, host_share=Fraction(1, 2))
+    grads = [torch.zeros(n) for n in NUMELS]
+    engine.send_early([(0, 1)], grads.__getitem__)
+    late = [op.subgroup for op in engine.program(grads).ops if op.kind is OpKind.EARLY_GRAD_TO_HOST]
+    engine.send_early([(0, 0)], grads.__getitem__)
+    engine.send_early([(0, 0)], grads.__getitem__)  # once is enough
+    early = engine.program(grads).early
+    on_host = [i for i, place in enumerate(engine.program(grads).placements) if place is Placement.HOST]
+    assert sorted(early) == on_host[:4]
+    assert late == [i for i in on_host[:4] if engine.partition.subgroups[i].bucket == (0, 1)]
+    assert late
+    engine.forget_early()
+    assert engine.program(grads).early == {}
+
+
+def test_early_grads_of_a_skipped_step_are_not_used():
+    params = random_params()
+    engine = make_engine(params, 700, early_slots=100)
+    old, new = ([torch.full((n,), value) for n in NUMELS] for value in (5.0, 0.0))
+    for bucket in engine.buckets:
+        engine.send_early([bucket], old.__getitem__)
+    engine.forget_early()
+    engine.update(StepInputs(new, [scalars_at(1, 0.0)] * len(NUMELS)))
+    assert not engine.states.exp_avg.any()
+
+
+def test_a_subgroup_whose_grads_were_sent_may_go_to_the_device_after_all():
+    engine = make_engine(random_params(), 700, early_slots=100)
+    grads = [torch.randn(n) for n in NUMELS]
+    engine.send_early(engine.buckets, grads.__getitem__)
+    engine.options = replace(engine.options, host_share=Fraction(1, 3))
+    engine.update(StepInputs(grads, [scalars_at(1, 0.0)] * len(NUMELS)))
+    other = make_engine(random_params(), 700)
+    other.update(StepInputs(grads, [scalars_at(1, 0.0)] * len(NUMELS)))
+    assert torch.equal(engine.states.master, other.states.master)
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("resident_share", [0.2, Fraction(1, 2), 1])
+@pytest.mark.parametrize("stride", [0, 2])
+def test_resident_states(resident_share, share, stride):
+    check_against_numpy(700, MIXED, 1.0, (share,), resident_share=resident_share, stride=stride, early_slots=2)
+
+
+def test_resident_states_are_on_the_device_only_and_come_as_near_to_the_share_as_subgroups_allow():
+    parts = make_partition(700)
+    for percent in range(101):
+        options = EngineOptions(threads=1, resident_share=Fraction(percent, 100))
+        resident = resident_parameters(parts, options)
+        assert abs(resident - parts.numel * percent / 100) <= parts.largest
+        assert host_bytes(parts, options) == 12 * (parts.numel - resident) + staging_bytes(parts, options)
+    assert resident == parts.numel
+    engine = make_engine(random_params(), 700, resident_share=Fraction(1, 2))
+    assert engine.states.numel + engine.resident.numel == parts.numel
+    assert engine.resident.exp_avg.numel() == resident_parameters(parts, engine.options) > 0
+
+
+def test_states_of_a_shard_that_lies_in_both_memories_can_be_read_and_written():
+    engine = make_engine(random_params(), 700, resident_share=Fraction(1, 4))
+    (owner,) = [
+        owner for owner, (start, stop) in engine.partition.slab_ranges.items() if start < engine.resident_from < stop
+    ]
+    new = {name: torch.randn(NUMELS[owner]) for name in ("master", "exp_avg", "exp_avg_sq")}
+    engine.write_owner_states(owner, new)
+    assert all(torch.equal(state, new[name]) for name, state in engine.owner_states(owner).items())
+    others = [engine.owner_states(other)["exp_avg"] for other in range(len(NUMELS)) if other != owner]
+    assert not any(state.any() for state in others)
+
+
+def test_resident_states_can_be_moved():
+    engine = make_engine(random_params(), 700, resident_share=Fraction(1, 2))
+    engine.move_resident(torch.device("cpu"))
+    assert engine.resident.master.any()
+    engine.move_resident(torch.device("meta"))
+    assert {getattr(engine.resident, name).device.type for name in STATES} == {"meta"}
 
 
 @pytest.mark.parametrize("share", SHARES)
@@ -219,28 +318,26 @@ def test_updates_in_place(share, grad_dtypes):
 
 def test_host_memory_grows_with_the_slots():
     parts = make_partition(1000)
-    assert staging_bytes(parts, 0) == 0
-    assert staging_bytes(parts) == 2 * 8 * parts.largest
-    assert staging_bytes(parts, 3) == 3 * 8 * parts.largest
-    assert staging_bytes(parts, 10**6) == len(parts.subgroups) * 8 * parts.largest
-    assert host_bytes(parts, 3) == 12 * parts.numel + staging_bytes(parts, 3)
-    engine = make_engine(random_params(), 1000, host_slots=3)
-    assert sum(slot.numel() for slot in (*engine.host_grads, *engine.host_params)) == staging_bytes(parts, 3)
 
+    def staging(**slots: int) -> int:
+        return staging_bytes(parts, EngineOptions(threads=1, **slots))
 
-def test_refuses_a_program_that_needs_states_on_the_device():
-    engine = make_engine(random_params(), 1000)
-    grads = [torch.zeros(n) for n in NUMELS]
-    shapes = [SubgroupShape(subgroup.bucket, subgroup.numel, False) for subgroup in engine.partition.subgroups]
-    program = static_split(shapes, 0.5)
-    with pytest.raises(NotImplementedError, match="states that stay on the device"):
-        StepOperations(engine, StepInputs(grads, [scalars_at(1, 0.0)] * 6), program)
+    assert staging(host_slots=0) == 0
+    assert staging() == 2 * 8 * parts.largest
+    assert staging(host_slots=3) == 3 * 8 * parts.largest
+    assert staging(host_slots=3, early_slots=5) == (3 * 8 + 5 * 4) * parts.largest
+    assert staging(host_slots=10**6, early_slots=10**6) == len(parts.subgroups) * 12 * parts.largest
+    options = EngineOptions(threads=1, host_slots=3, early_slots=2)
+    assert host_bytes(parts, options) == 12 * parts.numel + staging_bytes(parts, options)
+    engine = make_engine(random_params(), 1000, host_slots=3, early_slots=2)
+    slots = (*engine.host_grads, *engine.host_params, *engine.early_grads)
+    assert sum(slot.numel() for slot in slots) == staging_bytes(parts, options)
 
 
 def test_a_rank_that_owns_nothing_steps():
     engine = UpdateEngine(partition([], 64), [], EngineOptions(threads=1))
     engine.update(StepInputs([], []))
-    assert host_bytes(engine.partition) == 0
+    assert host_bytes(engine.partition, engine.options) == 0
     assert build_program([], []).ops == engine.program([]).ops
 
 

@@ -201,7 +201,7 @@ def step(monkeypatch, engine: UpdateEngine, grad_dtypes, handler=None) -> Watch:
     grads = [torch.empty(n, dtype=d, device=CUDA) for n, d in zip(NUMELS, grad_dtypes, strict=True)]
     scalars = AdamScalars.at_step(1, 1e-3, (0.9, 0.99), 1e-8, 0.1, decoupled=True)
     released = []
-    inputs = StepInputs(grads, [scalars] * len(NUMELS), 0.5, {0: 0.25}, released.append)
+    inputs = StepInputs(grads, [scalars] * len(NUMELS), {0: (0.5, 0.25)}, released.append)
     watch = Watch(engine, inputs)
     monkeypatch.setattr(engine, "device_kernel", watch.kernel(engine.device_kernel))
     monkeypatch.setattr(operations.cpu_kernel, "submit", watch.submit)

@@ -46,16 +46,37 @@ def test_norm_and_clip_have_the_bits_of_the_upcasting_path(dtype, inv_scale):
 
     for shard in shards:  # as Megatron's clip does
         shard.decoupled_grad.copy_(shard.decoupled_grad * factor)
-    factors = low.clip_factors()
+    factors = low.factors()
     assert set(factors) == set(range(len(SHAPES)))
     for index, numel in enumerate(SHAPES):
         grad = low.grad(index).float()
-        if inv is not None:
-            grad.mul_(low.unscale)
-        assert torch.equal(grad * factors[index], upcast[index] * factor)
+        unscale, clip = factors[index]
+        assert torch.equal(grad * unscale * clip, upcast[index] * factor)
         assert grad.numel() == numel
         assert torch.equal(low.grad(index), copies[index])  # the buffer is left as it was
     assert low.grad(len(SHAPES)) is None
+
+
+@pytest.mark.parametrize("inv_scale", [None, 2.0**-16, 1 / 1000])
+def test_fp32_grads_that_stay_as_they_are_give_the_bits_of_scaling_in_place(inv_scale):
+    shards = shards_with_grads(torch.float32)
+    grads = [shard.decoupled_grad for shard in shards]
+    copies = [grad.clone() for grad in grads]
+    inv = None if inv_scale is None else torch.tensor([inv_scale])
+    scaled = [grad if inv is None else grad * inv for grad in copies]
+
+    low = LowPrecisionGrads(fp32_too=True)
+    low.collect(shards, inv, count_zeros=False)
+    assert all(stand_in.numel() == 1 for stand_in in low.magnitudes())
+    stand_ins = low.for_norm([shard.decoupled_grad for shard in shards])
+    assert [torch.norm(g).item() for g in stand_ins] == [torch.norm(g).item() for g in scaled]
+    if inv is None:
+        assert all(stand_in is grad for stand_in, grad in zip(stand_ins, grads, strict=True))
+    for shard in shards:
+        shard.decoupled_grad.mul_(0.7)
+    for index, (unscale, clip) in low.factors().items():
+        assert torch.equal(low.grad(index) * unscale * clip, scaled[index] * torch.tensor(0.7))
+    assert all(torch.equal(low.grad(index), copy) for index, copy in enumerate(copies))
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
@@ -87,8 +108,7 @@ def test_the_inverse_scale_is_that_of_the_collected_step():
     low = LowPrecisionGrads()
     inv = torch.tensor([0.25])
     low.collect(shards_with_grads(torch.float16), inv, count_zeros=False)
-    assert low.unscale == 0.25
+    assert low.factors()[0] == (0.25, 1.0)
     low.clear()
-    assert low.unscale == 1.0
-    assert low.clip_factors() == {}
+    assert low.factors() == {}
     assert low.grad(0) is None

@@ -103,10 +103,13 @@ def make_engine(layout: Layout, subgroup_size: int, device, **options) -> tuple[
     return engine, flat
 
 
-def inputs_at(layout: Layout, step: int, **factors) -> StepInputs:
+def inputs_at(layout: Layout, step: int, unscale: float = 1.0, grad_scales: dict | None = None) -> StepInputs:
+    scales = {}
+    if unscale != 1.0 or grad_scales:
+        scales = {owner: (unscale, (grad_scales or {}).get(owner, 1.0)) for owner in range(len(layout.numels))}
     grads, _ = layout.buffers(layout.grad_dtypes, seed=step)
     grads = [grad.clone() if owner in layout.apart else grad for owner, grad in enumerate(grads)]
-    return StepInputs(grads, scalars_at(step, layout.groups), **factors)
+    return StepInputs(grads, scalars_at(step, layout.groups), scales)
 
 
 def outcome(layout: Layout, subgroup_size: int, device, factors: dict, **options) -> list[torch.Tensor]:

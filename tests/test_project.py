@@ -36,9 +36,10 @@ LAYERS = {
     "calibration": {"calibration_worker", "files", "machine"},
     "runs": {"partition"},
     "operations": {"engine", "kernels", "partition", "schedule", "states"},
+    "early_grads": {"engine"},
     "engine": {"device", "kernels", "operations", "partition", "runs", "schedule", "states"},
     "optimizer": {
-        *("arguments", "checkpoint", "device", "engine", "kernels", "low_precision_grads", "operations"),
+        *("arguments", "checkpoint", "device", "early_grads", "engine", "kernels", "low_precision_grads", "operations"),
         *("param_gather", "partition"),
     },
 }

@@ -37,6 +37,10 @@ def test_the_cases_cover_what_can_vary():
     assert {case.options.host_slots for case in cases} == {case.options.device_slots for case in cases} == {1, 2, 3, 4}
     assert {case.options.grads_as_fp32 for case in cases} == {False, True}
     assert {len(case.buckets) for case in cases} == {1, 2, 3, 4}
+    assert {case.options.early_slots for case in cases} == {0, 1, 2, 3, 4}
+    assert {case.options.resident_share > 0 for case in cases} == {False, True}
+    assert {step.skipped for case in cases for step in case.steps} == {False, True}
+    assert sum(bool(case.changing) and case.options.early_slots > 0 for case in cases) > 20
     shares = {step.share for case in cases for step in case.steps}
     assert {0, 1} < shares
     assert len(shares) > 50
@@ -60,6 +64,16 @@ def test_finds_a_builder_that_does_not_wait_for_readers(monkeypatch):
     original = schedule._Builder.add
     monkeypatch.setattr(schedule._Builder, "add", forgetful)
     assert any("overwrites" in fault for fault in faults())
+
+
+def test_finds_a_program_without_the_second_copy_of_grads_that_change(monkeypatch):
+    original = schedule._host_update
+
+    def forgetful(build, subgroup, shape, slot, early_slot):
+        original(build, subgroup, replace(shape, changes=False), slot, early_slot)
+
+    monkeypatch.setattr(schedule, "_host_update", forgetful)
+    assert any("differs" in fault for fault in faults(range(1000, 1030)))
 
 
 READS_A_SLOT = [
@@ -103,14 +117,14 @@ def test_a_bucket_that_is_released_too_early_is_found():
     step = case.steps[0]
     expected = race_check.Run(case, HostDevice()).step(step)
 
-    class Early:
+    class Early(SimDevice):
         def run(self, program, handlers, memory):
             ops = [
                 replace(op, depends_on=()) if op.kind is schedule.OpKind.RELEASE_BUCKET else op for op in program.ops
             ]
-            SimDevice(0, check=False).run(replace(program, ops=tuple(ops)), handlers, memory)
+            super().run(replace(program, ops=tuple(ops)), handlers, memory)
 
-    assert not race_check.same_bits(race_check.Run(case, Early()).step(step), expected)
+    assert not race_check.same_bits(race_check.Run(case, Early(0, check=False)).step(step), expected)
 
 
 def test_the_program_says_what_it_did_and_fails_when_a_check_does(monkeypatch, capsys):

@@ -70,8 +70,12 @@ def test_states_take_12_bytes_a_parameter_and_staging_is_bounded():
     slabs = [engine.states.master, engine.states.exp_avg, engine.states.exp_avg_sq]
     assert sum(slab.untyped_storage().nbytes() for slab in slabs) == 12 * numel
     slots = engine.host_grads + engine.host_params
-    assert sum(slot.untyped_storage().nbytes() for slot in slots) == staging_bytes(engine.partition) == 2 * size * 8
-    assert host_bytes(engine.partition) == 12 * numel + staging_bytes(engine.partition)
+    assert (
+        sum(slot.untyped_storage().nbytes() for slot in slots)
+        == staging_bytes(engine.partition, engine.options)
+        == 2 * size * 8
+    )
+    assert host_bytes(engine.partition, engine.options) == 12 * numel + staging_bytes(engine.partition, engine.options)
 
 
 def test_states_start_as_zeros_and_take_memory_only_when_written():

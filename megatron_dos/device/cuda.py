@@ -44,6 +44,24 @@ class CudaDevice:
             stream: torch.cuda.Stream(device) for stream in Stream if stream not in (Stream.CPU, Stream.RELEASE)
         }
         self._spare_events: list[torch.cuda.Event] = []
+        self._begun: dict[int, torch.cuda.Event] = {}  # subgroup -> its early grads have been sent
+
+    def begin(self, op: Op, handler: Callable[[Op], Any]) -> None:
+        """Enqueue an operation ahead of its program, see `Device`."""
+        stream = self._streams[op.stream]
+        self._after(torch.cuda.current_stream(self._device), [stream])
+        with torch.cuda.stream(stream):
+            handler(op)
+        event = self._begun.pop(op.subgroup, None) or self._take_event()
+        event.record(stream)
+        self._begun[op.subgroup] = event
+
+    def join(self) -> None:
+        """Let the caller's stream wait for what was begun."""
+        if self._begun:
+            self._after(self._streams[Stream.GRAD_D2H], [torch.cuda.current_stream(self._device)])
+            self._spare_events += self._begun.values()
+            self._begun = {}
 
     def run(
         self,
@@ -57,7 +75,9 @@ class CudaDevice:
         """
         caller = torch.cuda.current_stream(self._device)
         self._after(caller, self._streams.values())
-        run = _Run(program, handlers, {**self._streams, Stream.RELEASE: caller}, self._take_event)
+        run = _Run(program, handlers, {**self._streams, Stream.RELEASE: caller}, self._take_event, self._begun)
+        self._spare_events += self._begun.values()  # of subgroups that the GPU updates after all
+        self._begun = {}
         try:
             run.to_the_end()
         finally:
@@ -95,19 +115,24 @@ class _Run:
         handlers: Mapping[OpKind, Callable[[Op], Any]],
         streams: Mapping[Stream, torch.cuda.Stream],
         take_event: Callable[[], torch.cuda.Event],
+        begun: dict[int, torch.cuda.Event],
     ) -> None:
         self._ops = program.ops
         self._handlers = handlers
         self._streams = streams
         self._take_event = take_event
         self._waited_for = {dependency for op in program.ops for dependency in op.depends_on}
-        self._queues: dict[Stream, deque[Op]] = {}
-        for op in program.ops:
-            self._queues.setdefault(op.stream, deque()).append(op)
         self._tickets: dict[int, Any] = {}  # CPU operations that were submitted and are not known to have ended
         self._ended: set[int] = set()  # CPU operations that have ended
         self.events: dict[int, torch.cuda.Event] = {}  # of the device operations that were enqueued
         self._enqueued: set[int] = set()
+        self._queues: dict[Stream, deque[Op]] = {}
+        for op in program.ops:
+            if op.kind is OpKind.EARLY_GRAD_TO_HOST and op.subgroup in begun:
+                self._enqueued.add(op.index)
+                self.events[op.index] = begun.pop(op.subgroup)
+            else:
+                self._queues.setdefault(op.stream, deque()).append(op)
 
     def to_the_end(self) -> None:
         while any(self._queues.values()):

@@ -21,6 +21,19 @@ class HostDevice:
 
     shares_memory = True
 
+    def __init__(self) -> None:
+        self._begun: set[int] = set()  # subgroups
+
+    def begin(self, op: Op, handler: Callable[[Op], Any]) -> None:
+        """Run an operation ahead of its program, see `Device`."""
+        handler(op)
+        _finish()
+        self._begun.add(op.subgroup)
+
+    def join(self) -> None:
+        """Everything that was begun has ended; no program will hold it."""
+        self._begun.clear()
+
     def synchronize(self) -> None:
         """Nothing to wait for: every operation has ended when `run` returns."""
 
@@ -44,8 +57,16 @@ class HostDevice:
         for op in program.ops:
             if any(dependency >= op.index for dependency in op.depends_on):
                 raise RuntimeError(f"{op.kind.value} of subgroup {op.subgroup} depends on a later operation: {op}")
+            if op.kind is OpKind.EARLY_GRAD_TO_HOST and op.subgroup in self._begun:
+                continue
             ticket = handlers[op.kind](op)
             if ticket is not None:
                 ticket.wait()
-            elif torch.cuda.is_available() and torch.cuda.is_initialized():
-                torch.cuda.current_stream().synchronize()
+            else:
+                _finish()
+        self._begun.clear()
+
+
+def _finish() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()

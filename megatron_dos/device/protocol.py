@@ -36,5 +36,15 @@ class Device(Protocol):
             memory: resource -> the staging memory behind it, for devices that check its use.
         """
 
+    def begin(self, op: Op, handler: Callable[[Op], Any]) -> None:
+        """Start an operation of kind EARLY_GRAD_TO_HOST, before the program that holds it is known.
+
+        The next program does not run it again. `handler` enqueues it on the current stream; what the caller has
+        enqueued so far comes before it.
+        """
+
+    def join(self) -> None:
+        """Let what the caller enqueues next come after everything that was begun, which no program will hold."""
+
     def synchronize(self) -> None:
         """Block until the host may read what all programs have written."""

@@ -50,6 +50,22 @@ class SimDevice:
         self.hold_back = hold_back
         self.check = check
         self._random = random.Random(seed)
+        self._forget()
+
+    def begin(self, op: Op, handler: Callable[[Op], Any]) -> None:
+        """Run an operation ahead of its program, see `Device`, or by chance it and all after it in the program."""
+        self._stream_waits = self._stream_waits or op.index == self.hold_back or self._random.random() < 0.3
+        if not self._stream_waits:
+            handler(op)
+            self._begun.add(op.subgroup)
+
+    def join(self) -> None:
+        """Nothing to wait for: what has not run yet is of no use."""
+        self._forget()
+
+    def _forget(self) -> None:
+        self._begun = set()
+        self._stream_waits = False
 
     def synchronize(self) -> None:
         """Nothing to wait for: every operation has ended when `run` returns."""
@@ -72,7 +88,8 @@ class SimDevice:
             RaceError: see `check`; both operations are named.
             ValueError: the program itself is not in a valid order, or reads a slot that nothing has written.
         """
-        run = _Run(program, handlers, memory, self)
+        run = _Run(program, handlers, memory, self, self._begun)
+        self._forget()
         try:
             run.to_the_end(self._random)
         finally:
@@ -103,6 +120,7 @@ class _Run:
         handlers: Mapping[OpKind, Callable[[Op], Any]],
         memory: Callable[[Resource], list[torch.Tensor]],
         device: SimDevice,
+        begun: set[int],
     ) -> None:
         self._ops = program.ops
         self._handlers = handlers
@@ -114,15 +132,19 @@ class _Run:
         for op in self._ops:
             for earlier in self._waits_for[op.index]:
                 self._unblocks[earlier].append(op.index)
-        self._startable = [op.index for op in self._ops if not self._waits_for[op.index]]
         self._running: dict[int, _Effect] = {}
         self._begun: set[int] = set()
         self._ended: set[int] = set()
         self._tickets: dict[int, Any] = {}
+        early = [op for op in self._ops if op.kind is OpKind.EARLY_GRAD_TO_HOST and op.subgroup in begun]
+        for resource in set(self._contents.slots).difference(*(op.writes for op in early)):
+            self._fill_with_nan(resource)
+        self._startable = [op.index for op in self._ops if not self._waits_for[op.index] and op not in early]
+        self._begun.update(op.index for op in early)
+        for op in early:
+            self._has_ended(op.index)
 
     def to_the_end(self, rng: random.Random) -> None:
-        for resource in self._contents.slots:
-            self._fill_with_nan(resource)
         while self._startable or self._running:
             index, starts = self._choose(rng)
             if starts:
@@ -157,12 +179,15 @@ class _Run:
         if self._running.pop(index) is _Effect.AT_END:
             self._act(op)
         self._wait(index)
-        self._ended.add(index)
+        self._has_ended(index)
         for resource in self._contents.freed_by(op, self._begun, self._ended):
             self._fill_with_nan(resource)
+
+    def _has_ended(self, index: int) -> None:
+        self._ended.add(index)
         for later in self._unblocks[index]:
             self._waits_for[later].remove(index)
-            if not self._waits_for[later]:
+            if not self._waits_for[later] and later not in self._begun:
                 self._startable.append(later)
 
     def _act(self, op: Op) -> None:

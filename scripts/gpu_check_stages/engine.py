@@ -59,7 +59,7 @@ class Case:
     grads: list[list[torch.Tensor]]
     scalars: list[list[AdamScalars]]
     unscale: float
-    grad_scales: dict[int, float]
+    grad_scales: dict[int, tuple[float, float]]
 
 
 def make_case(dtypes: str, elements: int, subgroups: int, seed: int, odd: bool = False) -> Case:
@@ -96,8 +96,11 @@ def make_case(dtypes: str, elements: int, subgroups: int, seed: int, odd: bool =
             ]
             for step in range(1, STEPS + 1)
         ],
-        unscale=rng.choice((1.0, 0.125, 0.3)),
-        grad_scales={owner: rng.uniform(0.1, 1) for owner in range(len(numels)) if rng.random() < 0.5},
+        grad_scales={
+            owner: (rng.choice((1.0, 0.125, 0.3)), rng.uniform(0.1, 1))
+            for owner in range(len(numels))
+            if rng.random() < 0.5
+        },
     )
 
 
@@ -147,9 +150,7 @@ class Run:
             released[bucket] = _bytes([self.params[owner] for owner in self.case.owners_of[bucket]])
 
         case = self.case
-        self.engine.update(
-            StepInputs(self.grads[number], case.scalars[number], case.unscale, case.grad_scales, release)
-        )
+        self.engine.update(StepInputs(self.grads[number], case.scalars[number], case.grad_scales, release))
         return released
 
     def result(self, released: dict[tuple[int, int], torch.Tensor]) -> list[torch.Tensor]:

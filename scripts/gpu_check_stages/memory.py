@@ -42,7 +42,7 @@ def run(context: Context) -> None:
         {
             "parameters": numel,
             "subgroups": len(parts.subgroups),
-            "host_bytes_promised": host_bytes(parts),
+            "host_bytes_promised": host_bytes(parts, options),
             "host_bytes_taken": _resident_bytes() - rss_before,
         },
     )

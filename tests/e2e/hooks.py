@@ -98,6 +98,26 @@ def change_share(point: str, model: Any, optimizer: Any, args: Any) -> Any:
     return None
 
 
+def sent_early(point: str, model: Any, optimizer: Any, args: Any) -> Any:
+    """Of each step's program: its subgroups on the CPU, those with early grads, and those of which some came again."""
+    if point != "step":
+        return None
+    programs = [one._engine._program for one in distributed_optimizers(optimizer)]
+    if None in programs:  # no step has been taken yet
+        return None
+    again = [
+        op
+        for program in programs
+        for op in program.ops
+        if op.kind.name == "GRAD_TO_HOST" and op.subgroup in program.early
+    ]
+    return {
+        "early": sum(len(program.early) for program in programs),
+        "on_host": sum(place.name == "HOST" for program in programs for place in program.placements),
+        "sent_again": len(again),
+    }
+
+
 def gathers_in_flight(point: str, model: Any, optimizer: Any, args: Any) -> Any:
     """After each step: for each bucket group whether its param all-gather has been started, and of how many buckets."""
     if point != "step":

@@ -4,6 +4,13 @@ import pytest
 from harness import LAYOUTS, PRECISIONS, TINY, assert_same_bits
 
 SMALL_SUBGROUPS = ["--dos-subgroup-size", "3000"]
+OVERLAP = ["--overlap-grad-reduce", "--ddp-bucket-size", "30000"]
+OVERLAPPING = {
+    "overlap-buckets": LAYOUTS["overlap-buckets"],
+    "tp2-sequence-parallel": (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel", *OVERLAP]),
+    "pp2-tied": (2, ["--pipeline-model-parallel-size", "2", *OVERLAP]),
+    "ep2": (2, ["--num-experts", "2", "--expert-model-parallel-size", "2", *OVERLAP]),
+}
 STEPS = 10
 
 
@@ -39,6 +46,59 @@ def test_the_way_of_the_grads_does_not_show(megatron, precision, transfer):
 @pytest.mark.parametrize("share", ["0", "0.37", "1"])
 def test_placement_invariance(megatron, share):
     assert_same_bits(train(megatron, "dp2", "bf16", "--dos-gpu-share", share), train(megatron, "dp2", "bf16"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [(layout, "bf16") for layout in OVERLAPPING]
+    + [("overlap-buckets", "bf16-bf16-grads"), ("tp2-sequence-parallel", "fp16")],
+)
+def test_grads_that_are_sent_in_the_backward_pass(megatron, layout, precision):
+    """Also where Megatron sums grads once more after their reduction: of norms and of tied embeddings."""
+    ranks, arguments = OVERLAPPING[layout]
+    arguments = TINY + arguments + PRECISIONS[precision] + SMALL_SUBGROUPS
+    run = megatron.train(
+        [*arguments, "--dos-overlap-grad-d2h", "on", "--dos-early-grad-slots", "1000", "--dos-gpu-share", "0.4"],
+        ranks,
+        "dos",
+        STEPS,
+        inspect="hooks:sent_early",
+        prepare="hooks:use_adversarial_device",
+    )
+    assert_same_bits(run, megatron.train(arguments, ranks, "dos", STEPS))
+    for rank in run.of_rank:
+        steps = [step for step in rank.inspected["step"] if step is not None]
+        assert len(steps) > 1
+        assert all(step["early"] == step["on_host"] > 0 for step in steps)
+        assert any(step["sent_again"] for step in steps)
+
+
+def test_early_grads_leave_skipped_steps_alone(megatron):
+    """A loss scale that overflows at first: the same steps are skipped, and nothing of their grads is used."""
+    ranks, arguments = OVERLAPPING["overlap-buckets"]
+    arguments = [*TINY, *arguments, "--fp16", "--initial-loss-scale", str(2.0**40), "--hysteresis", "1"]
+    arguments += SMALL_SUBGROUPS
+    run = megatron.train(
+        [*arguments, "--dos-overlap-grad-d2h", "on", "--dos-gpu-share", "0.4"],
+        ranks,
+        "dos",
+        40,
+        prepare="hooks:use_adversarial_device",
+    )
+    assert_same_bits(run, megatron.train(arguments, ranks, "dos", 40))
+
+
+@pytest.mark.parametrize("share", ["0.3", "1"])
+@pytest.mark.parametrize("layout", ["dp2", "overlap-buckets"])
+def test_resident_states(megatron, layout, share):
+    run = train(
+        megatron,
+        layout,
+        "fp16",
+        *["--dos-resident-share", share, "--dos-gpu-share", "0.5"],
+        prepare="hooks:use_adversarial_device",
+    )
+    assert_same_bits(run, train(megatron, layout, "fp16"))
 
 
 def test_the_published_stride(megatron):
