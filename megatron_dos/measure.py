@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from megatron_dos.device.clock import Timeline
 from megatron_dos.schedule import Op, OpKind, Placement, Resource
 
-__all__ = ["LaneUse", "StepFigures", "SubgroupTraffic", "bytes_moved", "figures", "slot_stalls"]
+__all__ = ["LANES", "STATES_BYTES", "LaneUse", "StepFigures", "SubgroupTraffic", "bytes_moved", "figures", "slot_stalls"]
 
 LANES = ("cpu", "h2d", "d2h", "gpu")
 _STAGING = "_slot"
-_STATES_BYTES = 12
+STATES_BYTES = 12  # of a parameter: master param, exp_avg and exp_avg_sq in FP32
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def bytes_moved(traffic: Sequence[SubgroupTraffic]) -> Callable[[Op], int | None
 
     def of(op: Op) -> int | None:
         if op.kind in (OpKind.STATES_TO_DEVICE, OpKind.STATES_TO_HOST):
-            return _STATES_BYTES * traffic[op.subgroup].numel
+            return STATES_BYTES * traffic[op.subgroup].numel
         if op.kind is OpKind.GRAD_TO_HOST:
             return traffic[op.subgroup].grad_bytes
         if op.kind is OpKind.PARAM_TO_DEVICE:
@@ -75,6 +75,7 @@ class StepFigures:
         device_share: part of the parameters updated on the device.
         lanes: lane -> its use, for `LANES`.
         slot_stalls: kind of staging slot -> seconds for which operations waited for nothing but a slot, added up.
+        costs: kind of operation -> seconds that one parameter takes of its lane. Kinds that did not run are absent.
     """
 
     step: int
@@ -83,6 +84,7 @@ class StepFigures:
     device_share: float
     lanes: Mapping[str, LaneUse]
     slot_stalls: Mapping[str, float]
+    costs: Mapping[OpKind, float]
 
     @property
     def params_per_second(self) -> float:
@@ -127,7 +129,18 @@ def figures(step: int, timeline: Timeline, traffic: Sequence[SubgroupTraffic]) -
         device_share=1 - on_host / numel if numel else 0.0,
         lanes=lanes,
         slot_stalls=slot_stalls(timeline),
+        costs=_costs(timeline, traffic),
     )
+
+
+def _costs(timeline: Timeline, traffic: Sequence[SubgroupTraffic]) -> dict[OpKind, float]:
+    seconds: dict[OpKind, float] = {}
+    numel: dict[OpKind, int] = {}
+    for op in timeline.program.ops:
+        if op.kind is not OpKind.RELEASE_BUCKET:
+            seconds[op.kind] = seconds.get(op.kind, 0.0) + timeline.work[op.index]
+            numel[op.kind] = numel.get(op.kind, 0) + traffic[op.subgroup].numel
+    return {kind: seconds[kind] / numel[kind] for kind in seconds if numel[kind]}
 
 
 def slot_stalls(timeline: Timeline) -> dict[str, float]:

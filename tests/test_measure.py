@@ -46,15 +46,23 @@ def no_memory(resource):
     return []
 
 
+def run(watch, device, program, handlers):
+    with watch.timing(program, handlers) as timed_handlers:
+        device.run(program, timed_handlers, no_memory)
+
+
 def measured(monkeypatch, program, duration, caller_is_busy_for: float = 0.0):
     machine = VirtualCuda(duration)
     machine.install(monkeypatch)
     device, watch = CudaDevice(CUDA), Stopwatch(CUDA)
     machine.caller.time = machine.now + caller_is_busy_for
-    device.run(program, watch.timed(program, machine.handlers()), no_memory)
+    with watch.timing(program, machine.handlers(), what="it") as handlers:
+        device.run(program, handlers, no_memory)
     device.synchronize()
     (ran,) = watch.finished(wait=True)
-    return ran
+    assert ran.what == "it"
+    assert machine.now - 60 < ran.began < machine.now
+    return ran.timeline
 
 
 @pytest.mark.parametrize("caller_is_busy_for", [0.0, 3.0], ids=["host waits", "host is ahead"])
@@ -80,7 +88,7 @@ def test_nothing_waits_for_a_step_that_still_runs(monkeypatch):
     machine = VirtualCuda(duration)
     machine.install(monkeypatch)
     device, watch = CudaDevice(CUDA), Stopwatch(CUDA)
-    device.run(program, watch.timed(program, machine.handlers()), no_memory)
+    run(watch, device, program, machine.handlers())
     machine.caller.time += 1.0
     last = max(stream.time for stream in device._streams.values())
     if last < machine.now:
@@ -101,7 +109,7 @@ def test_events_are_made_once(monkeypatch):
     device, watch = CudaDevice(CUDA), Stopwatch(CUDA)
     made = []
     for _ in range(4):
-        device.run(program, watch.timed(program, machine.handlers()), no_memory)
+        run(watch, device, program, machine.handlers())
         assert len(watch.finished(wait=True)) == 1
         made.append(machine.made_events)
     assert made[1:] == made[:1] * 3
@@ -117,17 +125,32 @@ def test_a_step_that_failed_is_forgotten(monkeypatch):
         raise RuntimeError("boom")
 
     with pytest.raises(RuntimeError, match="boom"):
-        device.run(program, watch.timed(program, machine.handlers() | {OpKind.PARAM_TO_DEVICE: fails}), no_memory)
+        run(watch, device, program, machine.handlers() | {OpKind.PARAM_TO_DEVICE: fails})
     assert watch.finished(wait=True) == []
-    device.run(program, watch.timed(program, machine.handlers()), no_memory)
+    run(watch, device, program, machine.handlers())
     assert len(watch.finished(wait=True)) == 1
+
+
+def test_what_was_begun_before_the_step_takes_none_of_its_time(monkeypatch):
+    program, duration = program_of(4, 1.0), duration_of(4)
+    machine = VirtualCuda(duration)
+    machine.install(monkeypatch)
+    watch = Stopwatch(torch.device("cpu"))
+    with watch.timing(program, machine.handlers()) as handlers:
+        for op in program.ops[2:]:
+            ticket = handlers[op.kind](op)
+            if ticket:
+                ticket.wait()
+    ((_, ran, _),) = watch.finished()
+    assert ran.starts[0] == ran.ends[0] == ran.work[1] == 0.0
+    assert ran.makespan == pytest.approx(duration_of(4)(program.ops[2]) * 4, rel=0.01)
 
 
 def test_runs_that_nobody_asks_for_do_not_pile_up():
     program = program_of(2, 1.0)
     watch = Stopwatch(torch.device("cpu"))
     for _ in range(50):
-        HostDevice().run(program, watch.timed(program, dict.fromkeys(OpKind, lambda op: None)), no_memory)
+        run(watch, HostDevice(), program, dict.fromkeys(OpKind, lambda op: None))
     assert 1 <= len(watch.finished()) < 10
 
 
@@ -143,8 +166,8 @@ def test_the_inline_device_runs_one_operation_after_the_other(monkeypatch):
         return None
 
     watch = Stopwatch(torch.device("cpu"))
-    HostDevice().run(program, watch.timed(program, dict.fromkeys(OpKind, handle)), no_memory)
-    (ran,) = watch.finished()
+    run(watch, HostDevice(), program, dict.fromkeys(OpKind, handle))
+    ((_, ran, _),) = watch.finished()
     order = [ran.starts[op.index] for op in program.ops]
     assert order == sorted(order)
     assert ran.makespan == pytest.approx(sum(map(duration, program.ops)), rel=1e-3)
@@ -182,6 +205,9 @@ def test_figures_are_those_of_the_operations():
     assert found.waiting("cpu") == pytest.approx(ran.makespan - half / 2e9)
     assert found.params_per_second == pytest.approx(NUMEL * count / ran.makespan)
     assert found.bytes_per_second("h2d") == pytest.approx(14 * half / ran.makespan)
+    for kind, seconds in found.costs.items():
+        assert NUMEL * seconds == pytest.approx(duration(next(op for op in program.ops if op.kind is kind))), kind
+    assert found.costs.keys() == {op.kind for op in program.ops} - {OpKind.RELEASE_BUCKET}
 
 
 def test_figures_of_a_rank_that_owns_nothing():

@@ -15,16 +15,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_dos.device.clock import FULL_DUPLEX, Timeline
 from megatron_dos.schedule import Op, OpKind, Program, Stream
 
-__all__ = ["Stopwatch", "timeline"]
+__all__ = ["Handlers", "Stopwatch", "TimedRun", "timeline"]
+
+Handlers = Mapping[OpKind, Callable[[Op], Any]]
+"""What a device calls for each kind of operation."""
 
 # Runs that have not been asked for. More than one is rare; beyond this many the oldest are forgotten.
 MOST_PENDING = 4
@@ -40,16 +44,18 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._spare_events: list[torch.cuda.Event] = []
-        self._runs: deque[_TimedRun] = deque(maxlen=MOST_PENDING)
+        self._runs: deque[_Notes] = deque(maxlen=MOST_PENDING)
 
-    def timed(
-        self, program: Program, handlers: Mapping[OpKind, Callable[[Op], Any]]
-    ) -> Mapping[OpKind, Callable[[Op], Any]]:
-        """The handlers, for one run of `program`, with a note of when each operation starts and ends."""
-        if self._runs and not self._runs[-1].enqueued:
-            self._runs.pop()  # it was broken off by an error
-        run = _TimedRun(program)
-        self._runs.append(run)
+    @contextmanager
+    def timing(self, program: Program, handlers: Handlers, what: Any = None) -> Iterator[Handlers]:
+        """The handlers, for one run of `program` within the block, with a note of when each operation starts and ends.
+
+        Args:
+            program: what is run.
+            handlers: as a device takes them.
+            what: given back by `finished`.
+        """
+        run = _Notes(program, what)
         on_streams = self._device.type == "cuda"
 
         def wrapped(handler: Callable[[Op], Any]) -> Callable[[Op], Any]:
@@ -65,9 +71,10 @@ class Stopwatch:
 
             return handle
 
-        return {kind: wrapped(handler) for kind, handler in handlers.items()}
+        yield {kind: wrapped(handler) for kind, handler in handlers.items()}
+        self._runs.append(run)  # not after an error
 
-    def _on_stream(self, run: _TimedRun, op: Op, handler: Callable[[Op], Any]) -> Any:
+    def _on_stream(self, run: _Notes, op: Op, handler: Callable[[Op], Any]) -> Any:
         stream = torch.cuda.current_stream(self._device)
         start, end = self._take_event(), self._take_event()
         enqueued = time.perf_counter()
@@ -80,36 +87,47 @@ class Stopwatch:
     def _take_event(self) -> torch.cuda.Event:
         return self._spare_events.pop() if self._spare_events else torch.cuda.Event(enable_timing=True)
 
-    def finished(self, wait: bool = False) -> list[Timeline]:
-        """The runs that have ended since the last call, oldest first, each with the start of its first operation at 0.
+    def finished(self, wait: bool = False) -> list[TimedRun]:
+        """The runs that have ended since the last call, oldest first.
 
         Args:
             wait: for the operations of runs that have not ended. Otherwise this never blocks.
         """
         ended = []
-        while self._runs and self._runs[0].enqueued and self._runs[0].passed(wait):
+        while self._runs and self._runs[0].passed(wait):
             run = self._runs.popleft()
-            ended.append(run.timeline())
+            ended.append(run.result())
             for _, start, end in run.events.values():
                 self._spare_events += (start, end)
         return ended
 
 
+class TimedRun(NamedTuple):
+    """A run that has ended.
+
+    Attributes:
+        what: as given to `Stopwatch.timing`.
+        timeline: its times, from the start of the first operation. What a device had begun before the run has none: it
+            is at 0 and takes no time.
+        began: that start on the host's clock, `time.perf_counter()`.
+    """
+
+    what: Any
+    timeline: Timeline
+    began: float
+
+
 @dataclass
-class _TimedRun:
+class _Notes:
     """The times of one run, as far as they are known."""
 
     program: Program
+    what: Any
     on_host: dict[int, tuple[float, float]] = field(default_factory=dict)  # operation -> start and end, host clock
     events: dict[int, tuple[float, Any, Any]] = field(default_factory=dict)  # operation -> enqueued, events around it
 
     def note(self, index: int, start: float, end: float) -> None:
         self.on_host.setdefault(index, (start, end))
-
-    @property
-    def enqueued(self) -> bool:
-        """Whether all operations have been started and those of the host have ended."""
-        return len(self.on_host) + len(self.events) == len(self.program.ops)
 
     def passed(self, wait: bool) -> bool:
         """Whether the events have, the last of each stream, which has all of its operations before it."""
@@ -119,7 +137,7 @@ class _TimedRun:
                 event.synchronize()
         return all(event.query() for event in last.values())
 
-    def timeline(self) -> Timeline:
+    def result(self) -> TimedRun:
         times = dict(self.on_host)
         if self.events:
             origin = next(iter(self.events.values()))[1]
@@ -130,15 +148,16 @@ class _TimedRun:
             # See [Note: two clocks].
             offset = max(enqueued - since[index][0] for index, (enqueued, _, _) in self.events.items())
             times.update({index: (offset + start, offset + start + took) for index, (start, took) in since.items()})
-        begin = min((start for start, _ in times.values()), default=0.0)
-        ordered = [times[op.index] for op in self.program.ops]
-        return timeline(self.program, [start - begin for start, _ in ordered], [end - begin for _, end in ordered])
+        began = min((start for start, _ in times.values()), default=0.0)
+        ordered = [times.get(op.index, (began, began)) for op in self.program.ops]
+        starts, ends = [start - began for start, _ in ordered], [end - began for _, end in ordered]
+        return TimedRun(self.what, timeline(self.program, starts, ends), began)
 
 
 class _TimedTicket:
     """A ticket that notes when its work was seen to have ended: whoever waits for it sees that at once."""
 
-    def __init__(self, ticket: Any, run: _TimedRun, index: int, started: float) -> None:
+    def __init__(self, ticket: Any, run: _Notes, index: int, started: float) -> None:
         self._ticket, self._run, self._index, self._started = ticket, run, index, started
 
     def poll(self) -> bool:
