@@ -8,7 +8,8 @@ the device's part.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import islice
 from typing import Any
@@ -109,6 +110,13 @@ def host_bytes(partition: Partition, options: EngineOptions) -> int:
     return on_host * BYTES_PER_PARAMETER + staging_bytes(partition, options)
 
 
+Handlers = Mapping[OpKind, Callable[[Op], Any]]
+
+
+def _unobserved(program: Program, handlers: Handlers, grads: Any) -> AbstractContextManager[Handlers]:
+    return nullcontext(handlers)
+
+
 class UpdateEngine:
     """Host states of the owned parameters and the machinery that updates them subgroup by subgroup.
 
@@ -119,6 +127,10 @@ class UpdateEngine:
         device: runs the programs.
         device_kernel: the update on the device; may be missing where nothing is streamed.
         changing: shards whose grads may change after they were sent early.
+
+    Attributes:
+        observed: called with a step's program, the handlers of its operations and its grads, around the run; the
+            handlers that it gives are run in their place.
 
     Raises:
         HostMemoryError: states and staging do not fit into host memory; nothing has been allocated then.
@@ -142,6 +154,7 @@ class UpdateEngine:
         self.device_kernel = device_kernel
         self.changing = frozenset(changing)
         self._device = device or HostDevice()
+        self.observed: Callable[..., AbstractContextManager[Handlers]] = _unobserved
         self._in_flight = False
         if options.host_slots == 0 and any(shard.device.type != "cpu" for shard in shards):
             raise ValueError("host_slots: 0 is for parameters in host memory; give at least 1 slot")
@@ -233,7 +246,7 @@ class UpdateEngine:
         if self._early_runs is None:
             places = Places.of([grad_of(owner) for owner in range(len(self.shards))])
             self._early_runs = Runs(self.partition, self._places, places, kinds=[0] * len(self.shards))
-        for subgroup, slot in self._early_plan().items():
+        for subgroup, slot in self._early_plan(self._placements()).items():
             if subgroup in self._sent_early or slot in self._sent_early.values():
                 continue
             if self.partition.subgroups[subgroup].bucket in buckets:
@@ -249,9 +262,9 @@ class UpdateEngine:
         self._device.join()
         self._sent_early = {}
 
-    def _early_plan(self) -> dict[int, int]:
+    def _early_plan(self, placements: Sequence[Placement]) -> dict[int, int]:
         """CPU subgroup -> its early slot: those whose buckets are reduced first get one."""
-        on_host = (index for index, placement in enumerate(self._placements()) if placement is Placement.HOST)
+        on_host = (index for index, placement in enumerate(placements) if placement is Placement.HOST)
         return {subgroup: slot for slot, subgroup in enumerate(islice(on_host, len(self.early_grads)))}
 
     @torch.no_grad()
@@ -261,7 +274,8 @@ class UpdateEngine:
         operations = StepOperations(self, inputs, program)
         self._in_flight = True
         self._sent_early = {}
-        self._device.run(program, operations.handlers(), operations.memory)
+        with self.observed(program, operations.handlers(), inputs.grads) as handlers:
+            self._device.run(program, handlers, operations.memory)
 
     def program(self, grads: Sequence[torch.Tensor]) -> Program:
         """The program of a step with these grads and the present options; the last step's if they are the same."""
@@ -270,25 +284,35 @@ class UpdateEngine:
         early = {index: slot for index, slot in self._sent_early.items() if placements[index] is Placement.HOST}
         built_of = (self.options, casts, tuple(early.items()))
         if self._program is None or self._program_of != built_of:
-            shapes = [
-                SubgroupShape(
-                    subgroup.bucket,
-                    subgroup.numel,
-                    casts=any(casts[piece.owner] for piece in subgroup.pieces),
-                    changes=any(piece.owner in self.changing for piece in subgroup.pieces),
-                )
-                for subgroup in self.partition.subgroups
-            ]
-            self._program = build_program(
-                shapes,
-                placements,
-                host_slots=len(self.host_grads),
-                device_slots=self.options.device_slots,
-                last_bucket_first=self.options.last_bucket_first,
-                early=early,
-            )
+            self._program = self._build(casts, placements, early)
             self._program_of = built_of
         return self._program
+
+    def program_at(self, host_share: Fraction | float) -> Program:
+        """The program of a step like the last one, but for the CPU's share. To compare with, not to be run."""
+        casts = self._program_of[1] if self._program_of else (False,) * len(self.shards)
+        placements = self._placements_of(replace(self.options, host_share=host_share, stride=0))
+        early = self._early_plan(placements) if self._program and self._program.early else {}
+        return self._build(casts, placements, early)
+
+    def _build(self, casts: Sequence[bool], placements: Sequence[Placement], early: Mapping[int, int]) -> Program:
+        shapes = [
+            SubgroupShape(
+                subgroup.bucket,
+                subgroup.numel,
+                casts=any(casts[piece.owner] for piece in subgroup.pieces),
+                changes=any(piece.owner in self.changing for piece in subgroup.pieces),
+            )
+            for subgroup in self.partition.subgroups
+        ]
+        return build_program(
+            shapes,
+            placements,
+            host_slots=len(self.host_grads),
+            device_slots=self.options.device_slots,
+            last_bucket_first=self.options.last_bucket_first,
+            early=early,
+        )
 
     def runs(self, inputs: StepInputs) -> Runs:
         """How pieces are joined in a step with these inputs; the last step's if nothing has moved."""
@@ -298,12 +322,15 @@ class UpdateEngine:
         return self._runs
 
     def _placements(self) -> Sequence[Placement]:
-        subgroups, options = self.partition.subgroups, self.options
-        if self._placed is None or self._placed[0] != options:
-            if options.stride:
-                placements = every_kth_on_device(self._first_resident, options.stride)
-            else:
-                placements = mix([subgroup.numel for subgroup in subgroups[: self._first_resident]], options.host_share)
-            resident = len(subgroups) - self._first_resident
-            self._placed = options, (*placements, *[Placement.RESIDENT] * resident)
+        if self._placed is None or self._placed[0] != self.options:
+            self._placed = self.options, self._placements_of(self.options)
         return self._placed[1]
+
+    def _placements_of(self, options: EngineOptions) -> Sequence[Placement]:
+        subgroups = self.partition.subgroups
+        if options.stride:
+            placements = every_kth_on_device(self._first_resident, options.stride)
+        else:
+            placements = mix([subgroup.numel for subgroup in subgroups[: self._first_resident]], options.host_share)
+        resident = len(subgroups) - self._first_resident
+        return (*placements, *[Placement.RESIDENT] * resident)
