@@ -54,6 +54,8 @@ class Machine:
     """Bytes a second to one GPU while it also sends."""
     d2h_together: float
     """Bytes a second from one GPU while it also receives."""
+    h2d_pageable: float
+    """Bytes a second from pageable host memory to one GPU, which waits for each copy."""
 
     gpu_update: float
     """Parameters a second that one GPU updates with the fused kernel, states in its memory."""

@@ -1,8 +1,8 @@
 """Where the subgroups of a step should be updated, from the rates of the machine: the performance model.
 
 Of a rank's N parameters a share c is updated on the CPU, f is streamed through the GPU and r stays there:
-c + f + r = 1. Each lane is busy for its part of the work; bytes per parameter, b_g of a grad that is sent to the host, b_p
-of a model param:
+c + f + r = 1. Each lane is busy for its part of the work; bytes per parameter, b_g of a grad that is sent to the host,
+b_p of a model param:
 
     cpu     c N / U_c
     h2d     (12 f + b_p c) N / B_h2d
@@ -15,23 +15,40 @@ and the step takes as long as the busiest of them, plus what it takes to fill an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from megatron_dos.device.clock import HostMemory, Rate, Sharing, Timeline, durations, fair_parts, simulate
 from megatron_dos.machine import Machine
 from megatron_dos.partition import automatic_subgroup_size
-from megatron_dos.schedule import Placement, every_kth_on_device
+from megatron_dos.schedule import (
+    OpKind,
+    Placement,
+    Program,
+    SubgroupShape,
+    build_program,
+    every_kth_on_device,
+    mix,
+)
 
 __all__ = [
     "Choice",
     "Estimate",
+    "HostPath",
     "Memory",
     "MemoryFitError",
     "Workload",
     "choose",
+    "clock_optimum",
+    "clocked",
     "closed_form",
+    "closed_form_optimum",
+    "fused",
     "memory_fit",
+    "on_the_clock",
+    "program_for",
 ]
 
 STATE_BYTES = 12
@@ -98,6 +115,7 @@ class Estimate:
         host_share: part of the parameters that is updated on the CPU.
         streamed_share: part that is streamed through the GPU.
         resident_share: part whose states stay on the GPU.
+        threads: CPU threads of the rank.
         seconds: what the step takes.
         lanes: seconds for which each of cpu, h2d, d2h, gpu and dram is busy.
     """
@@ -105,6 +123,7 @@ class Estimate:
     host_share: Fraction
     streamed_share: Fraction
     resident_share: Fraction
+    threads: int
     seconds: float
     lanes: Mapping[str, float]
 
@@ -138,18 +157,19 @@ class Choice:
 
     Attributes:
         host_share, streamed_share, resident_share: parts of the parameters; they add up to 1.
+        threads: CPU threads of the rank with which that holds; fewer than it has where host memory is short.
         step_seconds: what the step takes.
-        lanes: seconds for which each lane is busy.
+        lanes: seconds for which each of cpu, h2d, d2h, gpu and dram is busy.
         limiting: the busiest lane.
-        helps: what the step would take with twice the cores, link, host memory rate, or with the states that fit into a
-            quarter of the GPU's memory resident there: name -> seconds, the best first.
+        helps: what a step would take with more of something: name -> seconds, the best first.
         memory: what it takes.
-        reason: one line of text.
+        reason: one line for the log.
     """
 
     host_share: Fraction
     streamed_share: Fraction
     resident_share: Fraction
+    threads: int
     step_seconds: float
     lanes: Mapping[str, float]
     limiting: str
@@ -163,6 +183,7 @@ def memory_fit(
     work: Workload,
     resident_share: Fraction | float = 0,
     streamed: bool = True,
+    host_share: Fraction | float = 1,
     free_gpu_memory: float | None = None,
     free_host_memory: float | None = None,
 ) -> Memory:
@@ -173,13 +194,14 @@ def memory_fit(
         work: the update of a rank.
         resident_share: part of the parameters whose states stay on the GPU.
         streamed: whether any subgroups are streamed, which takes device slots.
+        host_share: part of the parameters that is updated on the CPU, which takes slots, and room for early grads.
         free_gpu_memory: bytes that the rest of the training leaves free on each GPU at the step; None for all of it.
         free_host_memory: bytes that are free on the node before the states are made; None for all of it.
 
     Raises:
         MemoryFitError: it does not fit; the message says what is needed and what is there.
     """
-    memory = _memory(work, Fraction(resident_share), streamed)
+    memory = _memory(work, Fraction(resident_share), streamed, Fraction(host_share))
     for where, needed, free, parts, way_out in (
         (
             "GPU",
@@ -203,22 +225,109 @@ def memory_fit(
     return memory
 
 
-def _memory(work: Workload, resident: Fraction, streamed: bool) -> Memory:
+def _memory(work: Workload, resident: Fraction, streamed: bool, host_share: Fraction) -> Memory:
     largest = max(work.subgroups)
-    slots = work.device_slots * STATE_BYTES * largest if streamed and resident < 1 else 0
-    if work.casts and resident < 1:
-        slots += work.host_slots * 4 * largest
+    on_gpu = work.device_slots * STATE_BYTES * largest if streamed and resident < 1 else 0
+    if work.casts and host_share and not work.early_grads:
+        on_gpu += work.host_slots * 4 * largest
+    early = work.grad_bytes * round(work.parameters * host_share) if work.early_grads else 0
     kept = round(work.parameters * resident)
     return Memory(
-        gpu_slots=slots,
+        gpu_slots=on_gpu,
         gpu_resident=STATE_BYTES * kept,
         host_states=work.ranks * STATE_BYTES * (work.parameters - kept),
-        host_slots=work.ranks * work.host_slots * 8 * largest,
+        host_slots=work.ranks * (work.host_slots * 8 * largest + early),
     )
 
 
 def _gb(size: float) -> str:
     return f"{size / 1e9:.1f} GB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostPath:
+    """What the update of a parameter on the CPU moves, in bytes.
+
+    Attributes:
+        touched: of host memory, in all passes that the CPU makes over its states, grad and params.
+        grad: sent to the host during the step.
+        param: sent back to the GPU.
+        pageable: whether the params are sent from pageable memory: slower, and through a staging buffer.
+        overhead: seconds of the CPU for each subgroup besides.
+    """
+
+    touched: float
+    grad: float
+    param: float
+    pageable: bool = False
+    overhead: float = 0.0
+
+
+def fused(work: Workload) -> HostPath:
+    """The path of this package: one pass over states and grad, which also makes the model param."""
+    return HostPath(
+        touched=2 * STATE_BYTES + work.grad_bytes + work.param_bytes,
+        grad=0 if work.early_grads else work.grad_bytes,
+        param=work.param_bytes,
+    )
+
+
+def _host_rate(machine: Machine, work: Workload, path: HostPath) -> float:
+    """Parameters a second that the CPU threads of one rank update, host memory permitting."""
+    return machine.cpu_update(_threads(machine, work), work.ranks) * FUSED_PASS / path.touched
+
+
+def _threads(machine: Machine, work: Workload) -> int:
+    return work.threads or max(machine.cores // work.ranks, 1)
+
+
+def on_the_clock(machine: Machine, work: Workload, program: Program, path: HostPath | None = None) -> Timeline:
+    """When the operations of a program would run on the machine, all ranks of the node doing the same at once.
+
+    Each rank has its part of the host memory's rate. Copies of one direction share the link evenly: the states of a
+    subgroup are three copies of about the size of its grads, and the copies of two streams take turns, so that a small
+    one waits for one of the three, not for all. `path` says what an update on the CPU costs; None is this package's.
+    """
+    path = path or fused(work)
+    numels, states = work.subgroups, float(STATE_BYTES)
+    copy, gpu = machine.copy_latency, machine.gpu_update
+    to_device = machine.h2d_pageable if path.pageable else machine.h2d_alone
+    host = Rate(_host_rate(machine, work, path), latency=machine.cpu_latency + path.overhead)
+    rates = {
+        OpKind.EARLY_GRAD_TO_HOST: Rate(machine.d2h_alone, 0.0),  # done when the step begins
+        OpKind.CAST_GRAD: Rate(gpu * FUSED_PASS / CAST_BYTES, latency=copy),
+        OpKind.GRAD_TO_HOST: Rate(machine.d2h_alone, path.grad, copy if path.grad else 0.0),
+        OpKind.UPDATE_ON_HOST: host,
+        OpKind.PARAM_TO_DEVICE: Rate(to_device, path.param, copy),
+        OpKind.STATES_TO_DEVICE: Rate(machine.h2d_alone, states, copy),
+        OpKind.UPDATE_ON_DEVICE: Rate(gpu, latency=copy),
+        OpKind.STATES_TO_HOST: Rate(machine.d2h_alone, states, copy),
+    }
+    moved = {
+        OpKind.GRAD_TO_HOST: path.grad,
+        OpKind.UPDATE_ON_HOST: path.touched,
+        # Through a staging buffer it is read, written and read again.
+        OpKind.PARAM_TO_DEVICE: (3 if path.pageable else 1) * path.param,
+        OpKind.STATES_TO_DEVICE: states,
+        OpKind.STATES_TO_HOST: states,
+    }
+    memory = HostMemory(
+        machine.dram / work.ranks, lambda op: moved.get(op.kind, 0.0) * (numels[op.subgroup] if op.kind in moved else 0)
+    )
+    return simulate(program, durations(numels, rates), sharing=Sharing.EVEN, memory=memory, together=_together(machine))
+
+
+def program_for(work: Workload, host_share: Fraction | float, resident_share: Fraction | float = 0) -> Program:
+    """This package's program at these shares: the others evenly mixed after the resident ones.
+
+    The GPU has nothing else to do while the first states are fetched.
+    """
+    numels = work.subgroups
+    shapes = [SubgroupShape((0, 0), numel, work.casts) for numel in numels]
+    kept = round(len(numels) * Fraction(resident_share))
+    of_rest = min(Fraction(host_share) / (1 - Fraction(resident_share)), Fraction(1)) if kept < len(numels) else 0
+    placements = [*[Placement.RESIDENT] * kept, *mix(numels[kept:], of_rest)]
+    return build_program(shapes, placements, work.host_slots, work.device_slots)
 
 
 def closed_form(
@@ -234,42 +343,162 @@ def closed_form(
     c, r = Fraction(host_share), Fraction(resident_share)
     f = 1 - c - r
     if min(c, f, r) < 0:
-        raise ValueError(
-            f"shares on CPU and GPU: at least 0 and at most 1 together, got {host_share}, {resident_share}"
-        )
-    n = work.parameters
-    grad = 0 if work.early_grads else work.grad_bytes
-    pass_bytes = 2 * STATE_BYTES + work.grad_bytes + work.param_bytes
-    cpu_rate = (
-        machine.cpu_update(work.threads or max(machine.cores // work.ranks, 1), work.ranks) * FUSED_PASS / pass_bytes
+        raise ValueError(f"shares on CPU and GPU: 0 to 1 together, got {host_share}, {resident_share}")
+    n, path = work.parameters, fused(work)
+    down, up = float(STATE_BYTES * f + path.param * c) * n, float(STATE_BYTES * f + path.grad * c) * n
+    rate, memory = _host_rate(machine, work, path), machine.dram / work.ranks
+    cpu = float(c) * n / rate
+    ends = _drained(
+        {"cpu": cpu, "h2d": down / machine.h2d_alone, "d2h": up / machine.d2h_alone},
+        {"cpu": rate * path.touched, "h2d": machine.h2d_alone, "d2h": machine.d2h_alone},
+        memory,
+        _together(machine),
     )
-    h2d, d2h = _link(machine, float(STATE_BYTES * f + work.param_bytes * c) * n, float(STATE_BYTES * f + grad * c) * n)
-    lanes = {
-        "cpu": float(c) * n / cpu_rate,
-        "h2d": h2d,
-        "d2h": d2h,
-        "gpu": float(f + r) * n / machine.gpu_update,
-        "dram": float(2 * STATE_BYTES * f + (pass_bytes + grad + work.param_bytes) * c) * n * work.ranks / machine.dram,
-    }
     size = max(work.subgroups)
-    fill_and_drain = STATE_BYTES * size / machine.d2h_alone if f else work.param_bytes * size / machine.h2d_alone
-    return Estimate(c, f, r, max(lanes.values()) + fill_and_drain, lanes)
+    fetch, write = (STATE_BYTES * size / link for link in (machine.h2d_alone, machine.d2h_alone))
+    params, grads = path.param / machine.h2d_alone, path.grad / machine.d2h_alone
+    edge = size / machine.gpu_update + 2 * machine.copy_latency
+    candidates = [ends["cpu"] + (params + grads) * size if c else 0.0]
+    if f:
+        candidates.append(_with_edge(ends["h2d"], write + edge, params * float(c) * n))
+        candidates.append(_with_edge(ends["d2h"], fetch + edge, grads * float(c) * n))
+    lanes = {
+        "cpu": cpu,
+        **_drained({"h2d": down / machine.h2d_alone, "d2h": up / machine.d2h_alone}, {}, math.inf, _together(machine)),
+        "gpu": float(f + r) * n / machine.gpu_update,
+        "dram": float(2 * STATE_BYTES * f + (path.touched + path.grad + path.param) * c) * n / memory,
+    }
+    return Estimate(c, f, r, _threads(machine, work), max(*candidates, *lanes.values()), lanes)
 
 
-def _link(machine: Machine, down: float, up: float) -> tuple[float, float]:
-    """When the copies to and from the GPU end that start together: each direction is faster once the other is done."""
-    first = min(down / machine.h2d_together, up / machine.d2h_together)
-    return (
-        first + (down - first * machine.h2d_together) / machine.h2d_alone,
-        first + (up - first * machine.d2h_together) / machine.d2h_alone,
+def _drained(
+    work: Mapping[str, float], demand: Mapping[str, float], memory: float, together: Mapping[str, float]
+) -> dict[str, float]:
+    """When each lane ends if all start at once and share the memory as on the virtual clock.
+
+    Args:
+        work: lane -> seconds that it needs when it has everything to itself.
+        demand: lane -> bytes of memory a second that it moves then.
+        memory: bytes a second that the memory moves.
+        together: lane -> the part of its rate that it keeps while all lanes named here are in use.
+    """
+    left = {lane: seconds for lane, seconds in work.items() if seconds}
+    ends, now = dict.fromkeys(work, 0.0), 0.0
+    while left:
+        slowed = all(lane in left for lane in together)
+        speeds = {lane: together.get(lane, 1.0) if slowed else 1.0 for lane in left}
+        wanted = {lane: demand.get(lane, 0.0) * speed for lane, speed in speeds.items()}
+        for lane, granted in fair_parts(wanted, memory).items():
+            if granted < wanted[lane]:
+                speeds[lane] *= granted / wanted[lane]
+        first = min(left, key=lambda lane: left[lane] / speeds[lane])
+        passed = left[first] / speeds[first]
+        now += passed
+        left = {lane: left[lane] - passed * speeds[lane] for lane in left if lane != first}
+        left = {lane: seconds for lane, seconds in left.items() if seconds > 1e-12 * work[lane]}
+        ends.update({lane: now for lane in work if lane not in left and not ends[lane] and work[lane]})
+    return ends
+
+
+def _with_edge(end: float, edge: float, small: float) -> float:
+    """When the states' copies are through whose lane is busy until `end` and which have `edge` seconds to wait besides.
+
+    `small` seconds of the lane's work are copies for CPU subgroups, spread evenly over the step. Those of them that
+    fall into the waiting time cost nothing: of a step of T seconds, T = end + edge - small * edge / T.
+    """
+    total = end + edge
+    return (total + math.sqrt(max(total * total - 4 * edge * small, 0.0))) / 2
+
+
+def _together(machine: Machine) -> dict[str, float]:
+    return {
+        "h2d": machine.h2d_together / machine.h2d_alone,
+        "d2h": machine.d2h_together / machine.d2h_alone,
+    }
+
+
+def closed_form_optimum(machine: Machine, work: Workload, resident_share: Fraction | float = 0) -> Estimate:
+    """The shares and threads with which the step is shortest by the closed form."""
+    return _optimum(
+        machine, work, resident_share, lambda share, threads: closed_form(machine, threads, share, resident_share)
     )
+
+
+def clock_optimum(machine: Machine, work: Workload, resident_share: Fraction | float = 0) -> Estimate:
+    """The shares and threads with which the virtual clock of the program stops first."""
+
+    def run(share: Fraction, threads: Workload) -> Estimate:
+        return clocked(machine, threads, share, resident_share)
+
+    return _optimum(machine, work, resident_share, run, closed_form_optimum(machine, work, resident_share))
+
+
+def clocked(
+    machine: Machine, work: Workload, host_share: Fraction | float, resident_share: Fraction | float = 0
+) -> Estimate:
+    """What `closed_form` estimates, on the virtual clock: slower to find, and exact for the program."""
+    timeline = on_the_clock(machine, work, program_for(work, host_share, resident_share))
+    shares = [Fraction(timeline.program.placements.count(place), len(work.subgroups)) for place in Placement]
+    of = closed_form(machine, work, shares[0], shares[2])
+    lanes = {lane: timeline.busy(lane) for lane in ("cpu", "h2d", "d2h", "gpu")}
+    return replace(of, seconds=timeline.makespan, lanes={**lanes, "dram": of.lanes["dram"]})
+
+
+def _optimum(
+    machine: Machine,
+    work: Workload,
+    resident_share: Fraction | float,
+    evaluate: Callable[[Fraction, Workload], Estimate],
+    start: Estimate | None = None,
+) -> Estimate:
+    """The best number of CPU subgroups and threads: downhill from `start` in steps that become smaller, and both ends.
+
+    Fewer threads than there are can be better where host memory is short: the CPU then leaves more of it to the copies,
+    see [Note: host memory] in device/clock.py.
+    """
+    count = len(work.subgroups)
+    most = count - round(count * Fraction(resident_share))
+    threads = _thread_counts(machine, work)
+    known: dict[tuple[int, int], Estimate] = {}
+
+    def at(on_host: int, threads_at: int) -> Estimate:
+        if not on_host:
+            threads_at = len(threads) - 1  # none is used
+        if (on_host, threads_at) not in known:
+            with_threads = replace(work, threads=threads[threads_at])
+            known[on_host, threads_at] = evaluate(Fraction(on_host, count), with_threads)
+        return known[on_host, threads_at]
+
+    def descend(on_host: int, threads_at: int, step: int) -> None:
+        while step:
+            places = [place for place in (on_host - step, on_host, on_host + step) if 0 <= place <= most]
+            better = min(places, key=lambda place: at(place, threads_at).seconds)
+            step = step if better != on_host else step // 2
+            on_host = better
+
+    if start is None:
+        for threads_at in range(len(threads)):
+            descend(most // 2, threads_at, max(most // 4, 1))
+    else:
+        nearest = min(range(len(threads)), key=lambda place: abs(threads[place] - start.threads))
+        for threads_at in {nearest, len(threads) - 1}:
+            descend(round(count * start.host_share), threads_at, max(most // 8, 1))
+    at(0, 0), at(most, len(threads) - 1)
+    return min(known.values(), key=lambda estimate: estimate.seconds)
+
+
+def _thread_counts(machine: Machine, work: Workload) -> list[int]:
+    """Numbers of threads that differ in what they reach: powers of two and what the rank has, at most."""
+    most = _threads(machine, work)
+    enough = math.ceil(machine.cpu_update_max / work.ranks / machine.cpu_update_per_core)
+    return sorted({most} | {1 << power for power in range(most.bit_length()) if 1 << power < min(most, enough)})
 
 
 def choose(
     machine: Machine,
     work: Workload,
     *,
-    free_gpu_memory: float | None = 0,
+    free_gpu_memory: float | None = None,
     free_host_memory: float | None = None,
     gpu_share: Fraction | float | None = None,
     resident_share: Fraction | float | None = None,
@@ -280,8 +509,8 @@ def choose(
     Args:
         machine: the node.
         work: the update of a rank.
-        free_gpu_memory: bytes of each GPU that states may take for good; None: all that the slots leave. States are
-            made resident as far as it reaches, unless `resident_share` says how many.
+        free_gpu_memory: bytes of each GPU that the update may take, slots and resident states together. States are made
+            resident as far as it reaches, unless `resident_share` says how many. None: not known; none are resident.
         free_host_memory: bytes that are free on the node; None for all of it.
         gpu_share: update this part of the parameters that are not resident on the GPU, instead of the best.
         resident_share: keep this part of the states on the GPU.
@@ -294,42 +523,97 @@ def choose(
     if stride and gpu_share is not None:
         raise ValueError("stride and gpu_share both say what the GPU updates: give one")
     count = len(work.subgroups)
+    room = machine.gpu_memory if free_gpu_memory is None else free_gpu_memory
     if resident_share is not None:
-        resident = _share("resident_share", resident_share)
+        kept = round(count * _share("resident_share", resident_share))
     else:
-        room = machine.gpu_memory if free_gpu_memory is None else free_gpu_memory
-        left = room - _memory(work, Fraction(0), streamed=True).gpu_slots
-        resident = Fraction(max(min(int(left / STATE_BYTES / max(work.subgroups)), count), 0), count)
+        kept = 0 if free_gpu_memory is None else _room_for(work, room)
+    resident = Fraction(kept, count)
+    given = None
     if stride:
-        placed = every_kth_on_device(count, stride)
-        shares = [(1 - resident) * Fraction(placed.count(Placement.HOST), count)]
+        given = every_kth_on_device(count - kept, stride).count(Placement.HOST) if kept < count else 0
     elif gpu_share is not None:
-        shares = [(1 - resident) * (1 - _share("gpu_share", gpu_share))]
-    else:
-        shares = [(1 - resident) * Fraction(step, min(count, 200)) for step in range(min(count, 200) + 1)]
-    best = min((closed_form(machine, work, share, resident) for share in shares), key=lambda e: e.seconds)
-    memory = memory_fit(
-        machine, work, best.resident_share, best.streamed_share > 0, machine.gpu_memory, free_host_memory
-    )
-    helps = {}
-    reason = (
-        f"{_percent(best.host_share)} on the CPU, {_percent(best.streamed_share)} streamed, "
-        f"{_percent(best.resident_share)} resident: {best.seconds:.3f} s a step, limited by {best.limiting}"
-    )
+        given = round((count - kept) * (1 - _share("gpu_share", gpu_share)))
+    elif _memory(work, resident, streamed=True, host_share=Fraction(0)).gpu > room:
+        given = count - kept  # no room for the slots of streamed subgroups
+
+    def best(machine: Machine, resident: Fraction) -> Estimate:
+        if given is None:
+            return closed_form_optimum(machine, work, resident)
+        return closed_form(machine, work, min(Fraction(given, count), 1 - resident), resident)
+
+    found = best(machine, resident)
+    streamed = found.streamed_share > 0
+    memory = memory_fit(machine, work, resident, streamed, found.host_share, room, free_host_memory)
+    quarter = _room_for(work, machine.gpu_memory / 4)
+    more = {
+        "twice the CPU cores": best(_faster_cpu(machine), resident),
+        "twice the link": best(_faster_link(machine), resident),
+        "twice the host memory rate": best(replace(machine, dram=2 * machine.dram), resident),
+        "a quarter of the GPU's memory for resident states": best(machine, max(Fraction(quarter, count), resident)),
+    }
+    helps = {name: more[name].seconds for name in sorted(more, key=lambda name: more[name].seconds)}
     return Choice(
-        best.host_share,
-        best.streamed_share,
-        best.resident_share,
-        best.seconds,
-        best.lanes,
-        best.limiting,
+        found.host_share,
+        found.streamed_share,
+        found.resident_share,
+        found.threads,
+        found.seconds,
+        found.lanes,
+        found.limiting,
         helps,
         memory,
-        reason,
+        _reason(work, found, helps),
     )
 
 
-def _percent(share: Fraction) -> str:
+def _room_for(work: Workload, free: float) -> int:
+    """Subgroups whose states fit into that much of the GPU's memory beside the slots of the others."""
+    count, largest = len(work.subgroups), max(work.subgroups)
+    if STATE_BYTES * work.parameters <= free:
+        return count
+    left = free - _memory(work, Fraction(0), streamed=True, host_share=Fraction(1)).gpu_slots
+    return max(min(int(left // (STATE_BYTES * largest)), count), 0)
+
+
+def _faster_cpu(machine: Machine) -> Machine:
+    most = max(machine.cpu_update_max, machine.dram / FUSED_PASS)
+    return replace(machine, cpu_update_per_core=2 * machine.cpu_update_per_core, cpu_update_max=most)
+
+
+def _faster_link(machine: Machine) -> Machine:
+    names = ("h2d_alone", "d2h_alone", "h2d_together", "d2h_together")
+    return replace(machine, **{name: 2 * getattr(machine, name) for name in names})
+
+
+_LANE_NAMES = {
+    "cpu": "the CPU",
+    "h2d": "the link to the GPU",
+    "d2h": "the link to the host",
+    "gpu": "the GPU",
+    "dram": "host memory",
+}
+
+
+def _reason(work: Workload, found: Estimate, helps: Mapping[str, float]) -> str:
+    rate = work.parameters / found.seconds / 1e9
+    busy = _percent(found.lanes[found.limiting] / found.seconds)
+    text = (
+        f"{_percent(found.streamed_share)} streamed through the GPU, {_percent(found.host_share)} on {found.threads} "
+        f"CPU threads, {_percent(found.resident_share)} resident: {_duration(found.seconds)} a step, {rate:.2f} G "
+        f"parameters/s a rank; {_LANE_NAMES[found.limiting]} is busy {busy} of it"
+    )
+    helper, seconds = next(iter(helps.items()))
+    if seconds < 0.98 * found.seconds:
+        text += f"; {helper} would give {_duration(seconds)}"
+    return text
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _percent(share: Fraction | float) -> str:
     return f"{float(share):.0%}"
 
 

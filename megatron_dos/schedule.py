@@ -48,6 +48,8 @@ __all__ = [
     "every_kth_with_serial_copies",
     "mix",
     "static_split",
+    "with_blocking_params",
+    "with_serial_copies",
 ]
 
 
@@ -403,11 +405,26 @@ def every_kth_with_serial_copies(
         ValueError: the stride is below 1.
     """
     placements = every_kth_on_device(len(subgroups), stride)
+    return with_serial_copies(build_program(subgroups, placements, host_slots, device_slots))
+
+
+def with_serial_copies(program: Program) -> Program:
+    """The program with states fetched and written back by turns."""
 
     def one_stream(op: Op) -> Op:
         return replace(op, stream=Stream.STATES_H2D) if op.stream is Stream.STATES_D2H else op
 
-    return _rebuilt(build_program(subgroups, placements, host_slots, device_slots), one_stream)
+    return _rebuilt(program, one_stream)
+
+
+def with_blocking_params(program: Program) -> Program:
+    """The program of a loop that waits for each update and for each copy of new params before it goes on."""
+    waited_for = (OpKind.UPDATE_ON_HOST, OpKind.PARAM_TO_DEVICE, OpKind.UPDATE_ON_DEVICE)
+
+    def take_turns(op: Op) -> Op:
+        return replace(op, writes=op.writes | {("turn", 0)}) if op.kind in waited_for else op
+
+    return _rebuilt(program, take_turns)
 
 
 def _rebuilt(program: Program, change: Callable[[Op], Op]) -> Program:

@@ -7,6 +7,12 @@ before it on its stream and all that it depends on have ended; no lane is idle w
 are two models. Taking turns: a lane runs one operation at a time, to its end, and then the one that was ready first (of
 those ready at the same moment, the first in program order). A small copy may then wait for a large one in front of it.
 Evenly: all ready operations of a lane run at once, each at an equal part of the lane's rate.
+
+[Note: host memory] Copies and updates on the CPU move bytes of the same memory. Each running operation asks for the
+rate at which it would move them had it the memory to itself, and all get what they ask for as long as the memory can
+give it. Otherwise it is divided max-min fairly: nobody gets more than an equal part while another gets less than it
+asks for, and what the modest leave goes to the greedy. An operation that gets a part of what it asks for goes at that
+part of its speed.
 """
 
 from __future__ import annotations
@@ -16,10 +22,21 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from megatron_dos.schedule import Op, OpKind, Program, Stream
 
-__all__ = ["FULL_DUPLEX", "HALF_DUPLEX", "Rate", "Sharing", "Timeline", "durations", "simulate"]
+__all__ = [
+    "FULL_DUPLEX",
+    "HALF_DUPLEX",
+    "HostMemory",
+    "Rate",
+    "Sharing",
+    "Timeline",
+    "durations",
+    "fair_parts",
+    "simulate",
+]
 
 
 class Sharing(Enum):
@@ -55,7 +72,7 @@ class Timeline:
         program: the program.
         starts: for each operation, in seconds from the start of the program.
         ends: likewise.
-        work: for each operation, the seconds that it takes of its lane.
+        work: for each operation, the seconds that it takes of its lane, however slowly it goes meanwhile.
         lanes: lane -> the indices of its operations, in the order in which they start.
     """
 
@@ -75,84 +92,140 @@ class Timeline:
         return math.fsum(self.work[index] for index in self.lanes.get(lane, ()))
 
 
+@dataclass(frozen=True)
+class HostMemory:
+    """Host memory, whose rate all operations share that move bytes of it. See [Note: host memory].
+
+    Attributes:
+        per_second: bytes a second that it moves for this program, reads and writes together.
+        moved: bytes of it that an operation moves.
+    """
+
+    per_second: float
+    moved: Callable[[Op], float]
+
+    def __post_init__(self) -> None:
+        if not self.per_second > 0:
+            raise ValueError(f"per_second: must be positive, got {self.per_second}")
+
+
 def simulate(
     program: Program,
     duration: Callable[[Op], float],
     lanes: Mapping[Stream, str] = FULL_DUPLEX,
     sharing: Sharing = Sharing.TURNS,
+    memory: HostMemory | None = None,
+    together: Mapping[str, float] | None = None,
 ) -> Timeline:
     """Run `program` on the virtual clock.
 
     Args:
         program: what to run.
-        duration: seconds that an operation takes when it has its lane to itself; 0 is allowed.
+        duration: seconds that an operation takes when it has its lane and the host memory to itself; 0 is allowed.
         lanes: stream -> the lane that it shares with other streams.
         sharing: how they share it.
+        memory: the host memory that operations of all lanes share; None when it is never short.
+        together: lane -> the part of its rate that it keeps while all lanes named here are in use, like the two
+            directions of a link that is not quite full duplex.
 
     Raises:
-        ValueError: a duration is negative or not finite, a stream has no lane, or an operation depends on a later one.
+        ValueError: a duration or a number of bytes is negative or not finite, an operation moves bytes in no time, a
+            lane of `together` does not exist or keeps no part of its rate from 0 to 1, a stream has no lane, or an
+            operation depends on a later one.
     """
     missing = sorted({op.stream.value for op in program.ops if op.stream not in lanes})
     if missing:
         raise ValueError(f"lanes: no lane for {', '.join(missing)}")
-    clock = _Clock(program, [_checked(op, duration(op)) for op in program.ops], lanes, sharing)
+    together = together or {}
+    for name, part in together.items():
+        if name not in lanes.values() or not 0 < part <= 1:
+            raise ValueError(f"together: {part} for {name}; more than 0 and at most 1, for a lane")
+    work = [_checked(op, "duration", duration(op), "s") for op in program.ops]
+    moved = [_checked(op, "memory", memory.moved(op), "bytes") if memory else 0.0 for op in program.ops]
+    for op in program.ops:
+        if moved[op.index] and not work[op.index]:
+            raise ValueError(f"memory: {moved[op.index]} bytes in no time for {_named(op)}")
+    clock = _Clock(program, work, moved, memory.per_second if memory else math.inf, lanes, sharing, together)
     clock.run()
-    ran = {name: tuple(lane.ran) for name, lane in clock.lanes.items()}
-    return Timeline(program, tuple(clock.starts), tuple(clock.ends), tuple(clock.work), ran)
+    return Timeline(
+        program,
+        tuple(clock.starts),
+        tuple(clock.ends),
+        tuple(clock.used),
+        {name: tuple(lane.ran) for name, lane in clock.lanes.items()},
+    )
+
+
+def fair_parts(wanted: Mapping[Any, float], available: float) -> dict[Any, float]:
+    """What each gets of `available`, divided max-min fairly. See [Note: host memory]."""
+    parts, left = {}, available
+    for position, user in enumerate(sorted(wanted, key=wanted.__getitem__)):
+        parts[user] = min(wanted[user], left / (len(wanted) - position))
+        left -= parts[user]
+    return parts
 
 
 class _Lane:
     """The operations that are ready for one lane or running on it."""
 
-    def __init__(self, at_once: float) -> None:
+    def __init__(self, name: str, at_once: float) -> None:
+        self.name = name
         self._at_once = at_once
         self._ready: list[tuple[float, int]] = []
-        self._left: dict[int, float] = {}  # running operation -> seconds of the lane that it still needed at `_since`
-        self._since = 0.0
+        self.running: list[int] = []
         self.ran: list[int] = []
 
     def add(self, index: int, now: float) -> None:
         heapq.heappush(self._ready, (now, index))
 
-    def start(self, now: float, work: Sequence[float]) -> list[int]:
+    def start(self) -> list[int]:
         """Start what can start; the operations."""
         started = []
-        while self._ready and len(self._left) < self._at_once:
+        while self._ready and len(self.running) < self._at_once:
             index = heapq.heappop(self._ready)[1]
             started.append(index)
-            self._advance(now)
-            self._left[index] = work[index]
+            self.running.append(index)
         self.ran += started
         return started
 
-    def next_end(self) -> float:
-        """When the next operation ends if no other starts; infinity when none is running."""
-        return self._since + min(self._left.values()) * len(self._left) if self._left else math.inf
 
-    def end(self, now: float) -> list[int]:
-        """The operations that end now, which is `next_end()`."""
-        least = min(self._left.values())
-        ended = [index for index, left in self._left.items() if left == least]
-        self._left = {index: left - least for index, left in self._left.items() if left > least}
-        self._since = now
-        return ended
+@dataclass
+class _Running:
+    """An operation under way: at `since` it still needed `left` seconds at full speed, and goes at `speed` from then.
 
-    def _advance(self, now: float) -> None:
-        """Take the time since the last change off what the running operations need."""
-        for index in self._left:
-            self._left[index] = max(self._left[index] - (now - self._since) / len(self._left), 0.0)
-        self._since = now
+    `part` is what it has of its lane.
+    """
+
+    left: float
+    since: float
+    speed: float = 1.0
+    part: float = 1.0
+
+    def end(self) -> float:
+        return self.since + self.left / self.speed
 
 
 class _Clock:
     """One pass over a program."""
 
-    def __init__(self, program: Program, work: Sequence[float], lanes: Mapping[Stream, str], sharing: Sharing) -> None:
-        self.work = work
+    def __init__(
+        self,
+        program: Program,
+        work: Sequence[float],
+        moved: Sequence[float],
+        memory: float,
+        lanes: Mapping[Stream, str],
+        sharing: Sharing,
+        together: Mapping[str, float],
+    ) -> None:
         self.starts = [0.0] * len(work)
         self.ends = [0.0] * len(work)
+        self.used = [0.0] * len(work)
         at_once = 1 if sharing is Sharing.TURNS else math.inf
-        self.lanes = {name: _Lane(at_once) for name in lanes.values()}
+        self.lanes = {name: _Lane(name, at_once) for name in lanes.values()}
+        self._work, self._memory, self._together = work, memory, together
+        self._demand = [size / seconds if size else 0.0 for size, seconds in zip(moved, work, strict=True)]
+        self._running: dict[int, _Running] = {}
         self._lane_of = [self.lanes[lanes[op.stream]] for op in program.ops]
         self._waits_for = [set(waits) for waits in program.predecessors()]
         self._unblocks: list[list[int]] = [[] for _ in work]
@@ -167,26 +240,54 @@ class _Clock:
         now = 0.0
         while now < math.inf:
             for lane in self.lanes.values():
-                for index in lane.start(now, self.work):
+                for index in lane.start():
                     self.starts[index] = now
-            now = min((lane.next_end() for lane in self.lanes.values()), default=math.inf)
-            for lane in self.lanes.values():
-                if lane.next_end() == now < math.inf:
-                    self._end(lane.end(now), now)
+                    self._running[index] = _Running(self._work[index], now)
+            self._set_speeds(now)
+            ends = {index: running.end() for index, running in self._running.items()}
+            now = min(ends.values(), default=math.inf)
+            self._end([index for index, end in ends.items() if end == now], now)
+
+    def _set_speeds(self, now: float) -> None:
+        """Give every running operation its part of its lane and of the memory, from now on."""
+        slowed = bool(self._together) and all(self.lanes[name].running for name in self._together)
+        speeds: dict[int, float] = {}
+        for lane in self.lanes.values():
+            for index in lane.running:
+                speeds[index] = (self._together.get(lane.name, 1.0) if slowed else 1.0) / len(lane.running)
+        wanted = {index: self._demand[index] * speed for index, speed in speeds.items()}
+        if math.fsum(wanted.values()) > self._memory:
+            for index, granted in fair_parts(wanted, self._memory).items():
+                if granted < wanted[index]:
+                    speeds[index] *= granted / wanted[index]
+        for index, speed in speeds.items():
+            running, part = self._running[index], 1.0 / len(self._lane_of[index].running)
+            if (running.speed, running.part) != (speed, part):
+                self.used[index] += (now - running.since) * running.part
+                running.left = max(running.left - (now - running.since) * running.speed, 0.0)
+                running.since, running.speed, running.part = now, speed, part
 
     def _end(self, ended: Sequence[int], now: float) -> None:
         for index in ended:
+            running = self._running.pop(index)
+            self._lane_of[index].running.remove(index)
+            self.used[index] += (now - running.since) * running.part
             self.ends[index] = now
+        for index in ended:
             for later in self._unblocks[index]:
                 self._waits_for[later].remove(index)
                 if not self._waits_for[later]:
                     self._lane_of[later].add(later, now)
 
 
-def _checked(op: Op, seconds: float) -> float:
-    if not (math.isfinite(seconds) and seconds >= 0):
-        raise ValueError(f"duration: {seconds} s for {op.kind.value} of subgroup {op.subgroup}; finite, at least 0")
-    return seconds
+def _named(op: Op) -> str:
+    return f"{op.kind.value} of subgroup {op.subgroup}"
+
+
+def _checked(op: Op, what: str, value: float, unit: str) -> float:
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{what}: {value} {unit} for {_named(op)}; finite, at least 0")
+    return value
 
 
 @dataclass(frozen=True)
