@@ -13,7 +13,7 @@ import torch
 
 from megatron_dos.device import cuda
 from megatron_dos.device.host import HostDevice
-from megatron_dos.schedule import OpKind, Stream, SubgroupShape, build_program, mix
+from megatron_dos.schedule import OpKind, Placement, Stream, SubgroupShape, build_program, mix
 
 
 class Machine:
@@ -171,6 +171,63 @@ def test_any_order_the_streams_allow_gives_the_inline_result(machine):
     machine.default.queue.append(("work", lambda: last_of_caller.append(dict(values)), 0))
     machine.drain()
     assert last_of_caller == [expected]  # what the caller enqueues next sees the whole step
+
+
+def program_with_early_grads(seed):
+    chooser = random.Random(seed)
+    shapes = [SubgroupShape((0, i // 3), 1, False, changes=chooser.random() < 0.5) for i in range(9)]
+    placements = mix([1] * 9, 0.6)
+    on_host = [i for i, place in enumerate(placements) if place is Placement.HOST]
+    early = {subgroup: slot for slot, subgroup in enumerate(on_host[: chooser.randint(1, 5)])}
+    return build_program(shapes, placements, early=early)
+
+
+@pytest.mark.parametrize("machine", range(60), indirect=True)
+def test_operations_begun_ahead_of_their_program_run_once_and_in_order(machine):
+    """Some are begun and some not, a step is skipped in between, and the caller zeroes the grads in the end."""
+    program = program_with_early_grads(machine.random.random())
+    early = [op for op in program.ops if op.kind is OpKind.EARLY_GRAD_TO_HOST]
+    begun = early[: machine.random.randint(0, len(early))]
+    host, device = HostDevice(), cuda.CudaDevice(torch.device("cuda"))
+    expected, values = {}, {}
+    inline, handlers = (
+        handlers_over(expected),
+        handlers_over(values, machine.launch, lambda work: Ticket(machine, work, None)),
+    )
+    seen = []  # by what the caller enqueues after the skipped step
+    for each, of_device, contents in ((host, inline, expected), (device, handlers, values)):
+        for op in begun:
+            each.begin(op, of_device[op.kind])
+            machine.run_some()
+        each.run(program, of_device, lambda resource: [])
+        for op in early:  # a step that is skipped
+            each.begin(op, of_device[op.kind])
+        each.join()
+        machine.launch(lambda contents=contents: seen.append(dict(contents)))
+        machine.drain()
+        each.run(program, of_device, lambda resource: [])
+    machine.drain()
+    assert values == expected
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("machine", [5], indirect=True)
+def test_early_operations_make_no_events_in_later_steps(machine):
+    program = program_with_early_grads(1)
+    device = cuda.CudaDevice(torch.device("cuda"))
+    handlers = handlers_over({}, machine.launch, lambda work: Ticket(machine, work, None))
+    made = []
+    for step in range(6):
+        for op in program.ops:
+            if op.kind is OpKind.EARLY_GRAD_TO_HOST:
+                device.begin(op, handlers[op.kind])
+        if step % 2:
+            device.join()
+        else:
+            device.run(program, handlers, lambda resource: [])
+        machine.drain()
+        made.append(machine.made_events)
+    assert made[2:] == made[1:2] * 4
 
 
 @pytest.mark.parametrize("machine", range(20), indirect=True)

@@ -35,19 +35,23 @@ LAYERS = {
     "calibration_worker": {"kernels", "lane_rates"},
     "calibration": {"calibration_worker", "files", "machine"},
     "runs": {"partition"},
-    "operations": {"engine", "kernels", "partition", "schedule", "states"},
+    "operations": {"engine", "kernels", "partition", "runs", "schedule", "states"},
     "early_grads": {"engine"},
     "engine": {"device", "kernels", "operations", "partition", "runs", "schedule", "states"},
+    "measure": {"device", "schedule"},
+    "tuner": {"device", "machine", "measure", "perf_model", "schedule"},
+    "reporting": {"measure"},
+    "monitor": {"arguments", "device", "engine", "measure", "reporting", "schedule", "trace", "tuner"},
     "optimizer": {
         *("arguments", "checkpoint", "device", "early_grads", "engine", "kernels", "low_precision_grads", "operations"),
-        *("param_gather", "partition"),
+        *("calibration", "monitor", "param_gather", "partition", "perf_model", "tuner"),
     },
 }
 """Module or folder of the package -> the others that it may import. What is not named here may import all but
 cpu_emulation. A program is a value of `schedule`; devices run programs, so they know its types."""
 
 KNOWS_NO_MEGATRON = tuple(part for part in LAYERS if part != "optimizer")
-KNOWS_NO_TORCH = ("partition", "schedule", "machine", "perf_model", "arguments", "files", "trace")
+KNOWS_NO_TORCH = ("partition", "schedule", "machine", "perf_model", "arguments", "files", "trace", "measure", "tuner")
 
 
 def imported_modules(path: Path) -> Iterator[str]:
