@@ -88,6 +88,18 @@ REFUSED_FIELDS = {
 }
 """The flag that the message must name -> config object, field and value that are refused."""
 
+EARLY_FLAG = "--dos-overlap-grad-d2h on"
+
+REFUSED_EARLY = {
+    "--overlap-grad-reduce": {"overlap_grad_reduce": False},
+    "--num-distributed-optimizer-instances 2": {"num_distributed_optimizer_instances": 2},
+    "--reduce-scatter-with-fp32-accumulation": {"reduce_scatter_with_fp32_accumulation": True},
+    "--calculate-per-token-loss": {"calculate_per_token_loss": True},
+    "--tensor-parallel-num-weight-shards": {"gtp_weight_remat_size": 2},
+    "--cuda-graph-impl full_iteration": {"cuda_graph_impl": "full_iteration"},
+}
+"""The flag that the message must name -> the arguments that --dos-overlap-grad-d2h on is refused with."""
+
 ALL_OPTIONS = {
     "dos_subgroup_size": 7,
     "dos_cpu_threads": 1,
@@ -362,3 +374,37 @@ class TestOtherMegatronVersions:
         validate_args(SimpleNamespace(**ours, dos_cpu_threads=3))
         with pytest.raises(UnsupportedOptionError, match="at most 3"):
             validate_args(SimpleNamespace(**ours, dos_cpu_threads=4))
+
+
+def args_with(**more) -> SimpleNamespace:
+    return SimpleNamespace(**{"use_deep_optimizer_states": True, "use_distributed_optimizer": True, **more})
+
+
+class TestEarlyGrads:
+    """--dos-overlap-grad-d2h."""
+
+    @pytest.mark.parametrize("flag", REFUSED_EARLY)
+    def test_asked_for_where_it_cannot_work_it_is_refused(self, flag):
+        args = args_with(**{"overlap_grad_reduce": True, "dos_overlap_grad_d2h": "on", **REFUSED_EARLY[flag]})
+        with pytest.raises(UnsupportedOptionError, match=f"^{EARLY_FLAG} .*{flag}.*or drop {EARLY_FLAG}"):
+            validate_args(args)
+        assert not arguments.can_send_grads_early(args)
+
+    @pytest.mark.parametrize("flag", REFUSED_EARLY)
+    def test_left_to_itself_it_refuses_nothing(self, flag):
+        validate_args(args_with(**{"overlap_grad_reduce": True, **REFUSED_EARLY[flag]}))
+
+    def test_it_works_with_overlapped_reductions(self):
+        args = args_with(overlap_grad_reduce=True, dos_overlap_grad_d2h="on", num_distributed_optimizer_instances=1)
+        validate_args(args)
+        assert arguments.can_send_grads_early(args)
+
+    def test_slots_without_it_are_refused(self):
+        with pytest.raises(UnsupportedOptionError, match=r"--dos-early-grad-slots 2 .* --dos-overlap-grad-d2h off"):
+            DosOptions(dos_early_grad_slots=2, dos_overlap_grad_d2h="off")
+
+
+@pytest.mark.parametrize("share", [-1.0, 1.5, float("nan")])
+def test_a_resident_share_lies_between_0_and_1(share):
+    with pytest.raises(UnsupportedOptionError, match=r"--dos-resident-share .* give a number from 0 to 1"):
+        DosOptions(dos_resident_share=share)
