@@ -11,6 +11,10 @@ from typing import Any
 import torch
 
 
+running: Recorder
+"""The one of the training that goes on, for hooks that need more of it than they are given."""
+
+
 class SetUpOnly(Exception):
     """Raised in the place of training, for cases of 0 iterations."""
 
@@ -59,7 +63,8 @@ def _train(case: dict[str, Any]) -> dict[str, Any]:
         filesystem_async.get_write_results_queue("fork")
     for prepare in case["prepare"]:
         _function(prepare)()
-    recorder = Recorder(case)
+    global running
+    recorder = running = Recorder(case)
     recorder.attach()
     sys.argv = ["pretrain_gpt.py", *case["arguments"]]
     try:
@@ -86,6 +91,7 @@ class Recorder:
         self.results: dict[str, Any] = {"iterations": [], "weights": {}, "states": {}, "inspected": {}}
         self._model: Any = None
         self._optimizer: Any = None
+        self.scheduler: Any = None
 
     def attach(self) -> None:
         from megatron.training import training
@@ -111,14 +117,14 @@ class Recorder:
             self._inspect("step")
             return result
 
-        def recorded_train(forward_step_func, model, optimizer, *args, **kwargs):
-            self._model, self._optimizer = model, optimizer
+        def recorded_train(forward_step_func, model, optimizer, opt_param_scheduler, *args, **kwargs):
+            self._model, self._optimizer, self.scheduler = model, optimizer, opt_param_scheduler
             self._inspect("start")
             if self._set_up_only:
                 self._finish()
                 raise SetUpOnly
             try:
-                result = train(forward_step_func, model, optimizer, *args, **kwargs)
+                result = train(forward_step_func, model, optimizer, opt_param_scheduler, *args, **kwargs)
             except SystemExit as stop:
                 if stop.code in (0, None):
                     self._finish()
