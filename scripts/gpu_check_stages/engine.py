@@ -23,7 +23,8 @@ from megatron_dos.engine import EngineOptions, UpdateEngine
 from megatron_dos.kernels import AdamScalars, device_kernel
 from megatron_dos.operations import StepInputs
 from megatron_dos.partition import OwnedRange, Partition, partition
-from megatron_dos.schedule import OpKind, Program
+from megatron_dos.schedule import Op, OpKind, Program
+from megatron_dos.states import STATES
 
 __all__ = ["Case", "Run", "run"]
 
@@ -51,15 +52,18 @@ TRIES = 3  # for the removal of a dependency to show
 
 @dataclass(frozen=True)
 class Case:
-    """A partition, first params and the inputs of some steps, on the host."""
+    """A partition, first params and the inputs of some steps, on the host.
+
+    The grads of the owners in `changing` change after those that are sent early were sent.
+    """
 
     partition: Partition
     owners_of: dict[tuple[int, int], list[int]]
     params: list[torch.Tensor]
     grads: list[list[torch.Tensor]]
     scalars: list[list[AdamScalars]]
-    unscale: float
     grad_scales: dict[int, tuple[float, float]]
+    changing: frozenset[int]
 
 
 def make_case(dtypes: str, elements: int, subgroups: int, seed: int, odd: bool = False) -> Case:
@@ -101,6 +105,7 @@ def make_case(dtypes: str, elements: int, subgroups: int, seed: int, odd: bool =
             for owner in range(len(numels))
             if rng.random() < 0.5
         },
+        changing=frozenset(rng.sample(range(len(numels)), 3)),
     )
 
 
@@ -119,22 +124,27 @@ class Run:
         self.params = [param.to(self.place, copy=True) for param in self.case.params]
         self.grads = [[grad.to(self.place) for grad in grads] for grads in self.case.grads]
         kernel = device_kernel.select("auto", self.params[0].device, self.options.threads)
-        self.engine = UpdateEngine(self.case.partition, self.params, self.options, self, kernel)
+        self.engine = UpdateEngine(self.case.partition, self.params, self.options, self, kernel, self.case.changing)
         self.restart()
 
     def run(self, program: Program, handlers: Any, memory: Any) -> None:
         self.device.run(program, handlers, memory)
+
+    def begin(self, op: Op, handler: Any) -> None:
+        self.device.begin(op, handler)
+
+    def join(self) -> None:
+        self.device.join()
 
     def synchronize(self) -> None:
         self.device.synchronize()
 
     def restart(self) -> None:
         """Back to before the first step. Nothing may be in flight."""
-        self.engine.states.exp_avg.zero_()
-        self.engine.states.exp_avg_sq.zero_()
         for owner, (param, first) in enumerate(zip(self.params, self.case.params, strict=True)):
             param.copy_(first)
-            self.engine.owner_states(owner)["master"].copy_(first)
+            zeros = torch.zeros(first.numel())
+            self.engine.write_owner_states(owner, {"master": first, "exp_avg": zeros, "exp_avg_sq": zeros})
 
     def program(self, number: int, share: Fraction | float) -> Program:
         self.engine.options = replace(self.engine.options, host_share=share)
@@ -150,16 +160,28 @@ class Run:
             released[bucket] = _bytes([self.params[owner] for owner in self.case.owners_of[bucket]])
 
         case = self.case
+        if self.engine.early_grads:
+            self._send_early(self.grads[number])
         self.engine.update(StepInputs(self.grads[number], case.scalars[number], case.grad_scales, release))
         return released
+
+    def _send_early(self, grads: list[torch.Tensor]) -> None:
+        """As a backward pass does: bucket by bucket, and some grads are final only afterwards."""
+        final = {owner: grads[owner].clone() for owner in self.case.changing}
+        for owner in final:
+            grads[owner].fill_(float("nan"))
+        for bucket in self.engine.buckets:
+            self.engine.send_early([bucket], grads.__getitem__)
+        for owner, grad in final.items():
+            grads[owner].copy_(grad)
 
     def result(self, released: dict[tuple[int, int], torch.Tensor]) -> list[torch.Tensor]:
         """All bits of states, params and released buckets, on the host."""
         params = _bytes(self.params).cpu()  # on the caller's stream: after the step
         if self.place.type == "cuda":
             torch.cuda.synchronize()
-        states = self.engine.states
-        flat = [state.view(torch.uint8).clone() for state in (states.master, states.exp_avg, states.exp_avg_sq)]
+        states = [self.engine.owner_states(owner) for owner in range(len(self.params))]
+        flat = [_bytes([of_owner[name].cpu() for of_owner in states]) for name in STATES]
         return [*flat, params, *(released[bucket].cpu() for bucket in sorted(released))]
 
 
@@ -167,7 +189,7 @@ def _bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.view(torch.uint8) for tensor in tensors])
 
 
-NAMES = ("master", "exp_avg", "exp_avg_sq", "params", *(f"params released with bucket {bucket}" for bucket in BUCKETS))
+NAMES = (*STATES, "params", *(f"params released with bucket {bucket}" for bucket in BUCKETS))
 
 
 def _differences(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> list[str]:
@@ -198,11 +220,13 @@ def run(context: Context) -> None:
     for number, (dtypes, odd) in enumerate([*((name, False) for name in DTYPES), ("mixed", True)]):
         case = make_case(dtypes, elements, context.sizes.engine_subgroups, seed=number, odd=odd)
         expected = expected_results(case)
-        engine = Run(case, context.device, None, EngineOptions(threads=0))
-        for schedule, grads_as_fp32, synchronized in _required(odd):
-            what = f"{dtypes}, {schedule}, grads sent {'as FP32' if grads_as_fp32 else 'as they are'}"
-            engine.engine.options = EngineOptions(threads=0, grads_as_fp32=grads_as_fp32)
-            faults += _compare(context, engine, expected, SCHEDULES[schedule], synchronized, number, what, counts)
+        for options in (EngineOptions(threads=0), EngineOptions(threads=0, early_slots=4, resident_share=0.2)):
+            engine = Run(case, context.device, None, options)
+            for schedule, grads_as_fp32, synchronized in _required(odd or options.early_slots > 0):
+                way = "in part in the backward pass" if options.early_slots else "as FP32" if grads_as_fp32 else "as is"
+                what = f"{dtypes}, {schedule}, grads sent {way}"
+                engine.engine.options = replace(options, grads_as_fp32=grads_as_fp32)
+                faults += _compare(context, engine, expected, SCHEDULES[schedule], synchronized, number, what, counts)
         context.value("counts", dict(counts))
     context.value("required_seconds", round(time.monotonic() - began, 2))
     _sensitivity(context)
@@ -218,10 +242,14 @@ def run(context: Context) -> None:
     )
 
 
-def _required(odd: bool) -> Iterator[tuple[str, bool, bool]]:
-    """(schedule, grads_as_fp32, whether each step is waited for and compared)."""
-    if odd:  # each alignment of the arrays is another compilation: one run of them
+def _required(few: bool) -> Iterator[tuple[str, bool, bool]]:
+    """(schedule, grads_as_fp32, whether each step is waited for and compared).
+
+    Few where each alignment of the arrays is another compilation, or only the way of the grads differs.
+    """
+    if few:
         yield "share 0.5", True, True
+        yield "share changed between steps", True, False
         return
     for schedule, grads_as_fp32 in itertools.product(SCHEDULES, (True, False)):
         yield schedule, grads_as_fp32, True
@@ -284,6 +312,8 @@ def _campaign(context: Context, counts: dict[str, int]) -> list[str]:
             last_bucket_first=rng.random() < 0.5,
             host_slots=rng.randint(1, 4),
             device_slots=rng.randint(1, 4),
+            early_slots=rng.choice((0, 0, 2, 5)),
+            resident_share=rng.choice((0, 0, Fraction(1, 3))),
         )
         shares = [Fraction(rng.randint(0, 100), 100) for _ in range(STEPS)]
         synchronized = rng.random() < 0.5

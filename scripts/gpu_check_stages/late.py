@@ -55,6 +55,16 @@ class Delays:
         self._lateness = lateness
         self._poisons = poisons
 
+    def begin(self, op: Op, handler: Callable[[Op], Any]) -> None:
+        def delayed(op: Op) -> None:
+            self._context.sleep_on_stream(self._delay(op))
+            handler(op)
+
+        self._device.begin(op, delayed)
+
+    def join(self) -> None:
+        self._device.join()
+
     def synchronize(self) -> None:
         self._device.synchronize()
 
@@ -125,7 +135,11 @@ class Without:
 
 
 def poison(program: Program, memory: Memory) -> None:
-    """Fill the program's staging memory with NaN; `memory` gives nothing for what is not staging."""
-    for resource in {resource for op in program.ops for resource in op.reads | op.writes}:
+    """Fill the program's staging memory with NaN, but for what was written before it.
+
+    `memory` gives nothing for what is not staging.
+    """
+    resources = {resource for op in program.ops for resource in op.reads | op.writes}
+    for resource in resources - {("early_grad_slot", slot) for slot in program.early.values()}:
         for tensor in memory(resource):
             tensor.view(torch.uint8).fill_(0xFF)
