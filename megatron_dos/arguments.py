@@ -17,6 +17,7 @@ import functools
 import inspect
 import itertools
 import os
+import re
 import textwrap
 import typing
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ __all__ = [
     "add_arguments",
     "allowed_cores",
     "can_send_grads_early",
+    "parse_steps",
     "validate_args",
     "validate_config",
     "validate_optimizer",
@@ -67,7 +69,8 @@ class DosOptions:
     dos_gpu_share: float = field(default=-1.0, metadata={"metavar": "SHARE"})
     """Share of the parameters, 0 to 1, whose states are streamed through the GPU and updated there; the CPU updates
     the others at the same time. It is a share of those whose states are in host memory. The result is the same to the
-    bit for every share. -1 chooses it automatically: half where there is a GPU, nothing where there is none."""
+    bit for every share. -1 chooses it automatically: nothing where there is no GPU, else what the measured rates of
+    `megatron-dos calibrate` suggest, or half; then the first steps are measured, and the share is moved."""
 
     dos_update_stride: int = field(default=0, metadata={"metavar": "K", "maximum": 2**20})
     """Update one subgroup in K on the GPU, as in the published system, instead of a share. 0 is off."""
@@ -93,6 +96,14 @@ class DosOptions:
     """Number of subgroups whose gradients may be sent in the backward pass: each takes host memory of at most 4 bytes
     for each parameter of the largest subgroup. 0 chooses the number automatically."""
 
+    dos_trace_dir: str = field(default="", metadata={"metavar": "FOLDER"})
+    """Write traces of when each operation of some optimizer steps ran into this folder, a file for each rank and step.
+    Perfetto (ui.perfetto.dev) and chrome://tracing open them."""
+
+    dos_trace_steps: str = field(default="5-7", metadata={"metavar": "STEPS"})
+    """Which optimizer steps to trace, like 5-7 or 3,10,20-22, counted as the optimizer counts them: steps that are
+    skipped have no number. Only with --dos-trace-dir."""
+
     log_params_norm: bool = field(default=False, metadata={"of_megatron": True})
     """Megatron's --log-params-norm, which its optimizer has to know of here: the norm is that of the FP32 master
     parameters, and these are not on the GPU."""
@@ -113,6 +124,12 @@ class DosOptions:
             raise UnsupportedOptionError(
                 f"--dos-early-grad-slots {self.dos_early_grad_slots} has no effect with --dos-overlap-grad-d2h off. "
                 "Drop one of them."
+            )
+        parse_steps(self.dos_trace_steps)
+        if self.dos_trace_steps != type(self).dos_trace_steps and not self.dos_trace_dir:
+            raise UnsupportedOptionError(
+                f"--dos-trace-steps {self.dos_trace_steps} has no effect without --dos-trace-dir. "
+                "Add that, or drop the former."
             )
 
     @classmethod
@@ -149,6 +166,24 @@ def _check_value(option: dataclasses.Field, value: Any) -> None:
 
 
 _NAMES = {bool: "True or False", int: "a whole number", float: "a number", str: "a name"}
+
+
+def parse_steps(text: str) -> tuple[range, ...]:
+    """The steps that --dos-trace-steps names, from 1: "5-7" or "3,10,20-22".
+
+    Raises:
+        UnsupportedOptionError: the text names no steps.
+    """
+    steps = []
+    for part in text.split(","):
+        bounds = re.fullmatch(r"([0-9]{1,15})(?:-([0-9]{1,15}))?", part.strip())
+        if bounds is None:
+            raise UnsupportedOptionError(f"--dos-trace-steps {text!r} names no steps: give some like 5-7 or 3,10.")
+        low, high = int(bounds[1]), int(bounds[2] or bounds[1])
+        if not 1 <= low <= high:
+            raise UnsupportedOptionError(f"--dos-trace-steps {text!r}: steps count from 1, and {part} has none.")
+        steps.append(range(low, high + 1))
+    return tuple(steps)
 
 
 def _flag(name: str) -> str:

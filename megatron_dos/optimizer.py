@@ -20,6 +20,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_dos.arguments import DosOptions, UnsupportedOptionError, can_send_grads_early, validate_optimizer
+from megatron_dos.calibration import cached_machine
 from megatron_dos.checkpoint import (
     CheckpointError,
     Handouts,
@@ -33,17 +34,16 @@ from megatron_dos.early_grads import EarlyGrads, may_change
 from megatron_dos.engine import EngineOptions, UpdateEngine, host_bytes, resident_parameters, staging_bytes
 from megatron_dos.kernels import AdamScalars, device_kernel
 from megatron_dos.kernels import cpu as cpu_kernel
-from megatron_dos.kernels.threads import default_threads
+from megatron_dos.kernels.threads import default_threads, local_rank, ranks_on_node
 from megatron_dos.low_precision_grads import LowPrecisionGrads
+from megatron_dos.monitor import StepMonitor
 from megatron_dos.operations import StepInputs
 from megatron_dos.param_gather import EarlyParamGather, is_possible
 from megatron_dos.partition import Partition, automatic_subgroup_size, owned_ranges, partition
+from megatron_dos.perf_model import Workload
+from megatron_dos.tuner import FirstChoice, first_choice
 
 __all__ = ["DeepStatesOptimizer", "HostAdam", "make_device"]
-
-# The share of the parameters that a GPU updates when the user names none: the published rule of thumb. It changes the
-# speed only, never a bit.
-GPU_SHARE = 0.5
 
 # Layouts of the states in a distributed checkpoint that are read into the states themselves.
 LOADED_IN_PLACE = ("dp_reshardable", "fully_sharded_model_space")
@@ -181,13 +181,15 @@ def make_device(device: torch.device) -> Device:
     return CudaDevice(device) if device.type == "cuda" else HostDevice()
 
 
+def _tunes(options: DosOptions, device: torch.device) -> bool:
+    """Whether the share of the GPU is to be found: the user names none, and there is a GPU."""
+    return device.type == "cuda" and options.dos_gpu_share < 0 and not options.dos_update_stride
+
+
 def _engine_options(options: DosOptions, device: torch.device) -> EngineOptions:
-    share = options.dos_gpu_share
-    if share < 0:
-        share = GPU_SHARE if device.type == "cuda" else 0.0
     return EngineOptions(
         threads=options.dos_cpu_threads or default_threads(),
-        host_share=1 - Fraction(share),
+        host_share=1 - Fraction(max(options.dos_gpu_share, 0.0)),
         stride=options.dos_update_stride,
         resident_share=Fraction(options.dos_resident_share),
         grads_as_fp32=options.dos_grad_transfer == "fp32",
@@ -201,7 +203,7 @@ def _sends_early(options: DosOptions, device: torch.device, config: Any, model_c
     return device.type == "cuda" and can_send_grads_early(config, first.ddp_config, first.config)
 
 
-def _announce(subgroups: Partition, options: EngineOptions) -> None:
+def _announce(subgroups: Partition, options: EngineOptions, reason: str) -> None:
     """Say on the first rank of the job what the states will take, before anything is allocated."""
     if torch.distributed.get_rank() == 0:
         on_gpu = f"one subgroup in {options.stride}" if options.stride else f"{float(1 - options.host_share):.0%}"
@@ -212,7 +214,7 @@ def _announce(subgroups: Partition, options: EngineOptions) -> None:
             f"deep optimizer states: rank 0 owns {subgroups.numel:,} parameters in {len(subgroups.subgroups)} "
             f"subgroups of at most {subgroups.largest:,}; host memory {host_bytes(subgroups, options) / 2**30:.3f} "
             f"GiB, of which staging {staging_bytes(subgroups, options) / 2**30:.3f} GiB{on_device}; {on_gpu} updated "
-            f"on the GPU, the rest on the CPU with {options.threads} thread(s){early}",
+            f"on the GPU{reason}, the rest on the CPU with {options.threads} thread(s){early}",
             flush=True,
         )
         print(cpu_kernel.describe(options.threads), flush=True)
@@ -262,11 +264,16 @@ class DeepStatesOptimizer(DistributedOptimizer):
         device = make_device(self._device)
         engine_options = replace(_engine_options(options, self._device), last_bucket_first=gathers_early)
         sends_early = not device.shares_memory and _sends_early(options, self._device, config, model_chunks)
+        first, tunes = FirstChoice(engine_options.host_share), _tunes(options, self._device)
+        if tunes and owned:
+            work = self._workload(subgroups, engine_options, sends_early)
+            first = first_choice(cached_machine(), work, engine_options.resident_share)
+            engine_options = replace(engine_options, host_share=first.host_share)
         if device.shares_memory:
             engine_options = replace(engine_options, host_slots=0)
         elif sends_early:
             engine_options = replace(engine_options, early_slots=options.dos_early_grad_slots or EARLY_SLOTS)
-        _announce(subgroups, engine_options)
+        _announce(subgroups, engine_options, first.reason)
         self._engine = UpdateEngine(
             subgroups,
             [shard.detach() for shard in self._shards],
@@ -291,8 +298,36 @@ class DeepStatesOptimizer(DistributedOptimizer):
             low_precision=self._low_precision,
             early_gather=EarlyParamGather(model_chunks, self.buffers, self._engine.buckets) if gathers_early else None,
         )
+        expert = any(not getattr(param, "allreduce", True) for param in self._owned_params)
+        self._monitor = StepMonitor(
+            self._engine,
+            self._device,
+            options,
+            tunes=tunes,
+            costs=first.costs,
+            rank=torch.distributed.get_rank(),
+            announces=local_rank() == 0,
+            label="experts" if expert else "",
+        )
         self._copy_model_params_to_main_params()
         self._fp32_params_were_set = True
+
+    def _workload(self, subgroups: Partition, options: EngineOptions, sends_early: bool) -> Workload:
+        """This rank's update as the performance model sees it."""
+        grad_bytes = self.buffers[0].grad_data.element_size()
+        casts = options.grads_as_fp32 and grad_bytes < 4 and not sends_early
+        return Workload(
+            parameters=subgroups.numel,
+            ranks=ranks_on_node(),
+            threads=options.threads,
+            subgroup=subgroups.largest,
+            grad_bytes=4 if casts else grad_bytes,
+            param_bytes=self._shards[0].element_size(),
+            casts=casts,
+            early_grads=sends_early,
+            host_slots=options.host_slots,
+            device_slots=options.device_slots,
+        )
 
     def _changing(self, model_chunks: list[Any]) -> list[int]:
         """The shards whose grads may change after their reduction."""
@@ -303,6 +338,14 @@ class DeepStatesOptimizer(DistributedOptimizer):
         param = self._owned_params[owner]
         owned = self._get_model_param_range_map(param)["param"]
         return param.main_grad.view(-1)[owned.start : owned.end]
+
+    def prepare_grads(self) -> bool:
+        """Adds to the base: the step's time is taken from here on, if this is a step to be measured."""
+        if self.is_stub_optimizer:
+            return super().prepare_grads()
+        self._monitor.begin(self.optimizer.step_count + 1)
+        with self._monitor.phase("prepare grads"):
+            return super().prepare_grads()
 
     def _copy_model_grads_to_main_grads(self) -> None:
         """Adds to the base: grads that are not scaled in place get stand-ins, see `low_precision_grads`."""
@@ -334,8 +377,12 @@ class DeepStatesOptimizer(DistributedOptimizer):
         if not self.is_stub_optimizer and self._half_loaded:
             raise CheckpointError(f"no step is possible: {self._half_loaded}. Load a whole checkpoint first.")
         self._adopt_fp32_params()
-        success = super().step_with_ready_grads()
+        if self.is_stub_optimizer:
+            return super().step_with_ready_grads()
+        with self._monitor.phase("update"):
+            success = super().step_with_ready_grads()
         self._refresh_params_norm()
+        self._monitor.collect()
         return success
 
     def _adopt_fp32_params(self) -> None:
@@ -364,10 +411,11 @@ class DeepStatesOptimizer(DistributedOptimizer):
                 param.main_param = _norm(master).to(param.device)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Adds to the base: the step's grads that were not scaled in place are let go."""
+        """Adds to the base: the step's grads that were not scaled in place are let go, its times are collected."""
         super().zero_grad(set_to_none)
         if not self.is_stub_optimizer:
             self._low_precision.clear()
+            self._monitor.collect()
 
     def _copy_model_params_to_main_params(self, state_dict=None) -> None:
         """Replaces: the precision-aware mode would leave the master params as they are.
