@@ -37,6 +37,7 @@ DTYPES = {"fp32": (FP32,) * 5, "bf16": (BF16,) * 5, "fp16": (FP16,) * 5, "mixed"
 
 # kind -> (device type of the target, of the source) of its copies; no other operation runs in it
 COPIES = {
+    OpKind.EARLY_GRAD_TO_HOST: ("cpu", "cuda"),
     OpKind.CAST_GRAD: ("cuda", "cuda"),
     OpKind.GRAD_TO_HOST: ("cpu", "cuda"),
     OpKind.PARAM_TO_DEVICE: ("cuda", "cpu"),
@@ -157,6 +158,8 @@ class Watch(TorchDispatchMode):
             elif name == "states":
                 states = self.engine.states
                 found |= {storage(states.master), storage(states.exp_avg), storage(states.exp_avg_sq)}
+                resident = self.engine.resident
+                found |= {storage(resident.master), storage(resident.exp_avg), storage(resident.exp_avg_sq)}
             else:
                 found |= {storage(tensor) for tensor in self.memory((name, index))}
         return found
@@ -189,7 +192,7 @@ def make_engine(param_dtypes, kernel=None, **options) -> UpdateEngine:
             start += NUMELS[owner]
     params = [torch.empty(n, dtype=d, device=CUDA) for n, d in zip(NUMELS, param_dtypes, strict=True)]
     options = EngineOptions(threads=1, **options)
-    return UpdateEngine(partition(ranges, 64), params, options, CudaDevice(CUDA), kernel or nothing)
+    return UpdateEngine(partition(ranges, 64), params, options, CudaDevice(CUDA), kernel or nothing, changing=(1, 3))
 
 
 def nothing(*operands) -> None:
@@ -224,8 +227,20 @@ def step(monkeypatch, engine: UpdateEngine, grad_dtypes, handler=None) -> Watch:
         watch.memory = self.memory
         return {kind: watched(self, kind) for kind in OpKind}
 
+    def begin(op, given):
+        def handle(op):
+            assert cuda_device.torch.cuda.current_stream() is engine._device._streams[op.stream]
+            with watch.during(op):
+                given(op)
+
+        begin_on_device(op, handle)
+
+    begin_on_device = engine._device.begin
+    monkeypatch.setattr(engine._device, "begin", begin)
     monkeypatch.setattr(StepOperations, "handlers", handlers)
+    watch.memory = lambda resource: [engine.early_grads[resource[1]]]
     with watch:
+        engine.send_early(engine.buckets, grads.__getitem__)
         engine.update(inputs)
     assert released == list(BUCKETS)
     return watch
@@ -248,6 +263,25 @@ def test_every_operation_works_on_the_memory_and_device_it_should(monkeypatch, f
         if share and grads_as_fp32 and grads != "fp32":
             expected = expected | {OpKind.CAST_GRAD}
         assert seen == expected
+
+
+@pytest.mark.parametrize("grads", DTYPES)
+def test_grads_that_are_sent_early(monkeypatch, fake, grads):
+    for share, slots in ((1, 3), (1, 100), (0.5, 100)):
+        engine = make_engine(MIXED, host_share=share, early_slots=slots)
+        seen = step(monkeypatch, engine, DTYPES[grads]).seen
+        assert seen[OpKind.EARLY_GRAD_TO_HOST] >= len(engine._program.early) > 0
+        assert seen[OpKind.GRAD_TO_HOST]  # those of shards that change, again
+
+
+def test_resident_states_stay_on_the_device(monkeypatch, fake):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 40, 1 << 40))
+    engine = make_engine(MIXED, KERNELS["elementwise"](), host_share=1, resident_share=0.4)
+    assert engine.resident.master.device.type == "cuda"
+    seen = step(monkeypatch, engine, MIXED).seen
+    assert seen[OpKind.UPDATE_ON_DEVICE]
+    assert not seen[OpKind.STATES_TO_DEVICE]
+    assert not seen[OpKind.STATES_TO_HOST]
 
 
 KERNELS = {
