@@ -121,7 +121,7 @@ install_requirements() {
     say "installing ${REQUIREMENTS[*]} (torch is large: this takes minutes)"
     "$VENV/bin/python" -m pip install "${REQUIREMENTS[@]}" || die "pip could not install the requirements (its error is above)"
     # pip takes a package whose files were cut short by a crash for installed.
-    "$VENV/bin/python" -c 'import torch, megatron, numpy, psutil, pybind11, setuptools, pytest, hypothesis, matplotlib, tqdm' ||
+    "$VENV/bin/python" -c 'import torch, megatron, numpy, psutil, pybind11, setuptools, pytest, hypothesis, matplotlib, tensorboard, tqdm' ||
         die "an installed package does not load (its error is above); remove $VENV and run this again"
     stamp requirements "${REQUIREMENTS[*]}"
 }
