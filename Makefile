@@ -10,7 +10,7 @@ VENV := $(CURDIR)/.venv
 RUN := PATH="$(VENV)/bin:$$PATH" $(VENV)/bin/python
 TESTS ?=
 
-.PHONY: help setup demo test race-check lint readme bench-adam clean distclean
+.PHONY: help setup demo test race-check lint readme reproduce bench-adam bench-step clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -33,8 +33,15 @@ lint: setup ## check the Python code with ruff
 readme: setup ## write the flags table of README.md anew from the code
 	@$(RUN) scripts/readme_tables.py
 
+reproduce: setup ## compare the published measurements with the performance model, write the tables of docs/performance.md
+	@$(RUN) scripts/reproduce.py
+	@$(RUN) scripts/performance_page.py
+
 bench-adam: setup ## measure the fused CPU AdamW against torch's
 	@$(RUN) scripts/bench_adam.py
+
+bench-step: setup ## measure the whole optimizer step and its memory against Megatron's own and its CPU offloading
+	@$(RUN) scripts/bench_step.py
 
 clean: ## remove build and demo outputs, keep .venv
 	rm -rf build dist demo-output *.egg-info megatron_dos/_cpp_adam*.so .pytest_cache .ruff_cache .hypothesis
