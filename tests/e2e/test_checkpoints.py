@@ -18,17 +18,18 @@ BEGIN, END = "<!-- table of tests/e2e/test_checkpoints.py: begin -->", "<!-- end
 # dp4 needs eight sequences a batch, and a checkpoint can only be loaded with the batch that it was saved with.
 COMMON = [*TINY, *PRECISIONS["bf16"], "--dos-subgroup-size", "3000", "--global-batch-size", "8"]
 STOCK = [argument for argument in COMMON if argument not in ("--dos-subgroup-size", "3000")]
-EXPERTS = ["--num-experts", "2"]
+EXPERTS = ["--num-experts", "4", "--expert-model-parallel-size"]
 
-SOURCES = {"dp2": LAYOUTS["dp2"], "ep2": LAYOUTS["ep2"]}
+SOURCES = {"dp2": LAYOUTS["dp2"], "ep2": (2, [*EXPERTS, "2"])}
 CHANGES = {
     "none": ("dp2", *LAYOUTS["dp2"]),
     "DP 2 → 1": ("dp2", *LAYOUTS["dp1"]),
     "DP 2 → 4": ("dp2", *LAYOUTS["dp4"]),
     "TP 1 → 2": ("dp2", *LAYOUTS["tp2"]),
     "PP 1 → 2": ("dp2", *LAYOUTS["pp2"]),
-    "none, EP 2": ("ep2", *LAYOUTS["ep2"]),
-    "EP 2 → 1": ("ep2", 2, [*EXPERTS, "--expert-model-parallel-size", "1"]),
+    "none, EP 2": ("ep2", *SOURCES["ep2"]),
+    "EP 2 → 4": ("ep2", 4, [*EXPERTS, "4"]),
+    "EP 2 → 1": ("ep2", 2, [*EXPERTS, "1"]),
 }
 """Change of the layout -> the source, and ranks and arguments of the process that loads."""
 DIRECTIONS = {"ours → ours": ("dos", "dos"), "ours → stock": ("dos", "numpy"), "stock → ours": ("numpy", "dos")}

@@ -1,0 +1,293 @@
+"""What ranks do in the tests of checkpoints that go wrong, or are written while the training goes on."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import torch
+from flat import FlatRun, random_grads
+
+STEPS_BEFORE = 2
+
+
+# ---- Asynchronous saves ---------------------------------------------------------------------------------------------
+
+
+def share_slabs() -> None:
+    """Map the states shared with forked processes, as they are where they are page-locked for a GPU."""
+    from megatron_dos import _cpp_adam
+    from megatron_dos.kernels import slab
+
+    def zeros(numel: int, dtype: torch.dtype = torch.float32, pin: bool | None = None) -> torch.Tensor:
+        if numel == 0:
+            return torch.zeros(0, dtype=dtype, device="cpu")
+        shared = _cpp_adam.Slab(numel * dtype.itemsize, -1, shared=True)
+        return torch.frombuffer(shared, dtype=dtype, count=numel)
+
+    slab.zeros = zeros
+
+
+def hold_writers(gate: Path) -> None:
+    """Let whatever process writes a checkpoint begin only when the file `gate` is there."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    write = FileSystemWriterAsync.write_preloaded_data
+
+    def held(*args: Any, **kwargs: Any) -> Any:
+        end = time.monotonic() + 60
+        while not gate.exists():
+            assert time.monotonic() < end, "nobody has opened the gate"
+            time.sleep(0.01)
+        return write(*args, **kwargs)
+
+    FileSystemWriterAsync.write_preloaded_data = staticmethod(held)
+
+
+def written_while_stepping(folder: str, persistent: bool, shared: bool, protected: bool = True) -> dict[str, Any]:
+    """Schedule an asynchronous save, step twice, only then let it be written, and load it.
+
+    Args:
+        persistent: Megatron's writer process that lives as long as the training, else one forked for the save.
+        shared: the states are mapped shared, as page-locked ones are.
+        protected: false removes what protects the save.
+
+    Returns: differences between the states at the call and those in the file.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    from megatron_dos import checkpoint
+
+    target = Path(folder) / f"{persistent}-{shared}-{protected}"
+    gate = target.with_suffix(".go")
+    if shared:
+        share_slabs()
+    if not protected:
+        checkpoint.Handouts.detach = lambda handouts: 0
+    hold_writers(gate)
+    filesystem_async.get_write_results_queue("fork")
+    rank = int(os.environ["RANK"])
+    if persistent:
+        AsyncCallsQueue.warmup_persistent_caller(rank, mp_mode="fork")
+    run = FlatRun("bfloat16")
+    for step in range(STEPS_BEFORE):
+        run.step(random_grads(step))
+    expected = run.states()
+    if rank == 0:
+        target.mkdir(parents=True)
+    torch.distributed.barrier()
+    queue = AsyncCallsQueue(persistent=persistent)
+    request = dist_checkpointing.save(
+        sharded(run), str(target), async_sharded_save=True, async_strategy="mcore", content_metadata={}
+    )
+    queue.schedule_async_request(request)
+    del request
+    for step in range(STEPS_BEFORE, STEPS_BEFORE + 2):
+        run.step(random_grads(step))
+    went_on = differences(run, expected)
+    gate.touch()
+    queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
+    run.optimizer.load_state_dict(dist_checkpointing.load(sharded(run, True), str(target))["optimizer"])
+    return {"in_file": differences(run, expected), "went_on": went_on, "step": run.inner.optimizer.step_count}
+
+
+def sharded(run: FlatRun, is_loading: bool = False) -> dict[str, Any]:
+    metadata = {"distrib_optim_sharding_type": "dp_reshardable", "chained_optim_avoid_prefix": True}
+    return {"optimizer": run.optimizer.sharded_state_dict({}, is_loading=is_loading, metadata=metadata)}
+
+
+def differences(run: FlatRun, expected: list[dict[str, torch.Tensor] | None]) -> list[str]:
+    return [
+        f"{key} of p{index}"
+        for index, (mine, theirs) in enumerate(zip(run.states(), expected, strict=True))
+        for key in (mine or {})
+        if not torch.equal(mine[key].view(torch.uint8), theirs[key].view(torch.uint8))
+    ]
+
+
+# ---- A training whose asynchronous save is held up until later steps are done ---------------------------------------
+
+
+def async_training() -> None:
+    """Before set-up: states as with a GPU, a writer that is forked (a fresh one would lack the CPU emulation), held."""
+    from megatron.training import initialize
+
+    share_slabs()
+    hold_writers(Path(os.environ["GATE"]))
+    init = initialize.init_persistent_async_worker
+    initialize.init_persistent_async_worker = lambda rank, mode: init(rank, "fork")
+
+
+def open_gate_after_later_steps(point: str, model: Any, optimizer: Any, args: Any) -> Any:
+    """Opens the gate at the end of iteration 4; tells what the training is in at the end of iteration 2, and from when
+    on the writer wrote."""
+    if point != "step":
+        return None
+    iteration = args.curr_iteration + 1
+    if iteration == 4:
+        Path(os.environ["GATE"]).touch()
+    if iteration == 2:
+        return checkpoints.digest(model, optimizer)
+    return {"written": [str(path) for path in Path(args.save).rglob("*.distcp")]} if iteration == 3 else None
+
+
+def digest_at_start(point: str, model: Any, optimizer: Any, args: Any) -> Any:
+    return checkpoints.digest(model, optimizer) if point == "start" else None
+
+
+def digest_at_end(point: str, model: Any, optimizer: Any, args: Any) -> Any:
+    return checkpoints.digest(model, optimizer) if point == "end" else None
+
+
+# ---- Faults ---------------------------------------------------------------------------------------------------------
+
+
+def kill_in_the_second_save() -> None:
+    """Before set-up: rank 1 is killed with the second checkpoint half written (`torch`: the first rank, who writes)."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    saves = {"count": 0}
+    write, plain = FileSystemWriterAsync.write_preloaded_data, torch.save
+
+    def die(path: Path) -> None:
+        path.write_bytes(b"PK\x03\x04 half a file")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def write_or_die(transforms: Any, *args: Any, **kwargs: Any) -> Any:
+        saves["count"] += 1
+        if saves["count"] == 2 and os.environ["RANK"] == "1":
+            die(Path(kwargs["write_bucket"][0]))
+        return write(transforms, *args, **kwargs)
+
+    def save_or_die(value: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(file, str) and file.endswith("distrib_optim.pt"):
+            saves["count"] += 1
+            if saves["count"] == 2:
+                die(Path(file))
+        return plain(value, file, *args, **kwargs)
+
+    FileSystemWriterAsync.write_preloaded_data = staticmethod(write_or_die)
+    torch.save = save_or_die
+
+
+def faults(point: str, model: Any, optimizer: Any, args: Any) -> Any:
+    """At the end: a full disk, and files that are cut short, missing, foreign or garbage. For each what was raised and
+    what it has changed; and afterwards a load of the good checkpoint and a step."""
+    if point != "end":
+        return None
+    folder = Path(os.environ["FAULTS"])
+    attempt = _Attempts(model, optimizer, args)
+    for way in ("torch", "torch_dist"):
+        good = folder / way
+        checkpoints.save(model, optimizer, args, good, way, iteration=5)
+        attempt.save(f"{way}: full disk", good, way)
+        attempt.load(f"{way}: after the full disk", good, way)
+        for name, spoil in _FAULTS[way].items():
+            bad = folder / f"{way} {name}"
+            if torch.distributed.get_rank() == 0:
+                shutil.copytree(good, bad)
+                for path in sorted(bad.glob("iter_*/**/*")):
+                    spoil(path)
+            torch.distributed.barrier()
+            attempt.load(f"{way}: {name}", bad, way)
+        foreign = Path(os.environ["FOREIGN"]) / checkpoints.folder_of(way)
+        attempt.load(f"{way}: of another model", foreign, way)
+        attempt.load(f"{way}: the good one", good, way)
+    return attempt.outcomes
+
+
+def _cut(path: Path) -> None:
+    if path.suffix == ".distcp" or path.name == "distrib_optim.pt":
+        with path.open("r+b") as file:
+            file.truncate(path.stat().st_size // 2)
+
+
+def _remove(path: Path) -> None:
+    if path.name.startswith("__1") or path.name == "distrib_optim.pt":
+        path.unlink()
+
+
+def _garbage(path: Path) -> None:
+    """Other bytes of the same length, from the middle of the file on."""
+    if path.suffix == ".distcp" or path.name == "distrib_optim.pt":
+        half = path.stat().st_size // 2
+        with path.open("r+b") as file:
+            file.seek(half)
+            file.write(random.Random(1).randbytes(half))
+
+
+def _foreign(path: Path) -> None:
+    if path.name in (".metadata", "distrib_optim.pt"):
+        path.write_bytes(b"#!/bin/sh\necho this is no checkpoint\n")
+
+
+_FAULTS: dict[str, dict[str, Callable[[Path], None]]] = {
+    "torch": {"cut short": _cut, "missing": _remove, "garbage": _garbage, "foreign": _foreign},
+    "torch_dist": {"cut short": _cut, "missing": _remove, "garbage": _garbage, "foreign": _foreign},
+}
+
+
+class _Attempts:
+    """Tries saves and loads; notes for each the error, whether anything changed, and whether a step is possible."""
+
+    def __init__(self, model: Any, optimizer: Any, args: Any) -> None:
+        self._model, self._optimizer, self._args = model, optimizer, args
+        self.outcomes: dict[str, dict[str, Any]] = {}
+
+    def save(self, name: str, folder: Path, way: str) -> None:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # a file may not grow beyond, as on a full disk
+        try:
+            self._try(name, lambda: checkpoints.save(*self._run(), folder, way, iteration=6))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        self.outcomes[name]["tracker"] = (folder / "latest_checkpointed_iteration.txt").read_text()
+
+    def load(self, name: str, folder: Path, way: str) -> None:
+        self._try(name, lambda: checkpoints.load(*self._run(), folder, way))
+        self.outcomes[name]["step"] = _reason_of(lambda: _step_with_no_grads(self._model, self._optimizer))
+
+    def _run(self) -> tuple[Any, Any, Any]:
+        return self._model, self._optimizer, self._args
+
+    def _try(self, name: str, what: Callable[[], None]) -> None:
+        before = checkpoints.digest(self._model, self._optimizer)
+        error = _reason_of(what)
+        torch.distributed.barrier()
+        after = checkpoints.digest(self._model, self._optimizer)
+        states = [{key: value for key, value in one["tensors"].items() if not key.startswith("weight")}
+                  for one in (before, after)]  # fmt: skip
+        self.outcomes[name] = {
+            "error": error,
+            "unchanged": before == after,
+            "states_unchanged": states[0] == states[1],
+            "after": after,
+        }
+
+
+def _reason_of(what: Callable[[], Any]) -> str:
+    """Everything that the error says, or nothing."""
+    try:
+        what()
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _step_with_no_grads(model: Any, optimizer: Any) -> None:
+    """A step that changes nothing but the moments and the counter."""
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    optimizer.step()
