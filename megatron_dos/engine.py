@@ -33,7 +33,14 @@ from megatron_dos.schedule import (
     every_kth_on_device,
     mix,
 )
-from megatron_dos.states import BYTES_PER_PARAMETER, STATES, HostStates, ResidentStates, require_host_memory
+from megatron_dos.states import (
+    BYTES_PER_PARAMETER,
+    STATES,
+    HostStates,
+    ResidentStates,
+    host_memory_taken,
+    require_host_memory,
+)
 
 __all__ = ["EngineOptions", "UpdateEngine", "host_bytes", "resident_parameters", "staging_bytes"]
 
@@ -178,6 +185,7 @@ class UpdateEngine:
         self.host_params = [slab.zeros(4 * partition.largest, torch.uint8) for _ in slots]
         early = range(_early_slots(partition, options))
         self.early_grads = [slab.zeros(4 * partition.largest, torch.uint8) for _ in early]
+        host_memory_taken()
 
     def owner_states(self, owner: int) -> dict[str, torch.Tensor]:
         """The states of one parameter shard: flat FP32 views `master`, `exp_avg`, `exp_avg_sq`.

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from megatron_dos import reservations
 from megatron_dos.kernels import gpu, slab
 from megatron_dos.kernels.threads import ranks_on_node
 
@@ -22,6 +23,7 @@ __all__ = [
     "HostMemoryError",
     "HostStates",
     "ResidentStates",
+    "host_memory_taken",
     "require_host_memory",
 ]
 
@@ -123,8 +125,9 @@ def _control_groups() -> Iterator[Path]:
 def require_host_memory(needed: int) -> None:
     """Refuse before anything is allocated when the states would not fit.
 
-    With a GPU memory is taken at once, so each rank compares its own need with what the ranks before it have left.
-    Without one pages are taken when they are first written, so the need of all ranks of the node is compared.
+    With a GPU memory is taken at once: each rank compares its own need with what the ranks before it have left, and
+    calls `host_memory_taken` when it has allocated. Without one pages are taken when they are first written, so the
+    need of all ranks of the node is compared.
 
     Args:
         needed: bytes of states and staging of this rank; other ranks of the node are taken to need as much.
@@ -133,8 +136,10 @@ def require_host_memory(needed: int) -> None:
         HostMemoryError: the need exceeds what is available.
     """
     ranks = ranks_on_node()
-    available = available_host_memory()
-    counted = 1 if gpu.in_use() else ranks
+    if gpu.in_use():
+        available, counted = reservations.reserve(needed, available_host_memory), 1
+    else:
+        available, counted = available_host_memory(), ranks
     if needed * counted > available:
         raise HostMemoryError(
             f"--use-deep-optimizer-states needs {needed / 2**30:.2f} GiB of host memory for the optimizer states of "
@@ -143,3 +148,9 @@ def require_host_memory(needed: int) -> None:
             "raise the memory limit of the container, or lower --dos-subgroup-size if the staging slots are what "
             "does not fit."
         )
+
+
+def host_memory_taken() -> None:
+    """What `require_host_memory` has allowed is allocated: other ranks see it themselves from now on."""
+    if gpu.in_use():
+        reservations.release()
