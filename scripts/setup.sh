@@ -16,7 +16,7 @@ PYTHON_VERSION=3.12
 # einops: Megatron asks for it, without declaring it, when it makes several instances of the distributed optimizer.
 REQUIREMENTS=(
     "torch>=2.4" "megatron-core==0.19.2" "numpy" "psutil" "pybind11>=2.12" "setuptools>=70" "wheel"
-    "pytest" "hypothesis" "ruff" "matplotlib" "tensorboard" "tqdm" "einops"
+    "pytest" "hypothesis" "ruff" "matplotlib" "tensorboard" "tqdm" "pyyaml" "einops"
 )
 
 say() { printf '== %s\n' "$*"; }

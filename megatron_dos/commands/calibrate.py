@@ -130,8 +130,8 @@ def sizes_for(ranks: int, threads: int = 0) -> Sizes:
     update = min(wanted.update, room // _BYTES_PER_RANK)
     if update < 1 << 20:
         raise CommandError(
-            f"{available_host_memory() / 2**30:.2f} GiB of free host memory are too little for {ranks} ranks to measure "
-            "with; give fewer --ranks, or free memory"
+            f"{available_host_memory() / 2**30:.2f} GiB of free host memory are too little for {ranks} ranks to "
+            "measure with; give fewer --ranks, or free memory"
         )
     copy_bytes = min(wanted.copy_bytes, room // 8) // 2**16 * 2**16
     return dataclasses.replace(wanted, update=update, copy_bytes=copy_bytes)

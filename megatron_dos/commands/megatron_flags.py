@@ -1,0 +1,421 @@
+"""Reads what a plan needs from Megatron's own flags: a known model's, those of a file, and those of the command line.
+
+A file is a shell script, plain text, or YAML. Its flags are found and parsed; nothing in it is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_dos.commands import CommandError
+from megatron_dos.commands.models import KNOWN_MODELS, Layout, Shape, moe_pattern
+
+__all__ = ["Job", "Training", "add_layout_flags", "flags_of_file", "read_job"]
+
+_LARGEST = {"--num-layers": 10_000, "--hidden-size": 1_000_000, "--gpus": 1_000_000}
+_DEFAULT_LARGEST = 100_000_000
+_VOCABULARIES = {"GPT2BPETokenizer": 50257}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How the model is trained, as far as it shows in memory and time.
+
+    `param_bytes` and `grad_bytes` are bytes of a model param and of a main grad; `recompute` is "none", "selective" or
+    "full".
+    """
+
+    sequence: int
+    micro_batch: int
+    micro_batches: int
+    param_bytes: int
+    grad_bytes: int
+    recompute: str
+    sequence_parallel: bool
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model, its division among GPUs and its training; `notes` are sentences for the user."""
+
+    name: str
+    source: str
+    shape: Shape
+    layout: Layout
+    training: Training
+    notes: tuple[str, ...]
+
+
+def read_job(model: str, overrides: Sequence[str]) -> Job:
+    """The job that a known model, or a file of Megatron flags, stands for.
+
+    Args:
+        model: a name of KNOWN_MODELS, in any case, or a path.
+        overrides: more of Megatron's flags, which count instead of the model's; --gpus among them.
+
+    Raises:
+        CommandError: unknown model, missing or impossible flags; the message names them.
+    """
+    known = KNOWN_MODELS.get(model.lower())
+    if known is not None:
+        name, source, given = model.lower(), known.source, ["--bf16", *shlex.split(known.flags)]
+    elif Path(model).is_file():
+        name, source, given = Path(model).name, f"the flags in {model}", flags_of_file(Path(model))
+    else:
+        names = ", ".join(KNOWN_MODELS)
+        raise CommandError(f"--model {model} is neither a file nor a known model. Known are: {names}")
+    parser = _parser(f"--model {model}")
+    args, unknown = parser.parse_known_args([*given, *overrides])
+    notes = []
+    if ignored := list(dict.fromkeys(word.split("=")[0] for word in unknown if re.match(r"--[a-z]", word))):
+        notes.append(f"{len(ignored)} flags that do not matter here were passed over: {', '.join(ignored)}")
+    _complete(args, notes, f"--model {model}")
+    return Job(name, source, _shape(args), _layout(args), _training(args, notes), tuple(notes))
+
+
+# --- The flags
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports errors as CommandError, without a usage of flags that are Megatron's own."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+        self._where = where
+
+    def error(self, message: str) -> NoReturn:
+        raise CommandError(f"{self._where}: {message.removeprefix('argument ')}")
+
+
+def _parser(where: str) -> argparse.ArgumentParser:
+    parser = _Parser(where)
+    for flag in (
+        *("--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--num-query-groups"),
+        *("--kv-channels", "--vocab-size", "--padded-vocab-size", "--max-position-embeddings", "--seq-length"),
+        *("--num-experts", "--moe-ffn-hidden-size", "--moe-shared-expert-intermediate-size"),
+        *("--micro-batch-size", "--global-batch-size", "--decoder-first-pipeline-num-layers"),
+        *("--decoder-last-pipeline-num-layers", "--num-layers-per-virtual-pipeline-stage"),
+        *("--num-virtual-stages-per-pipeline-rank", "--expert-tensor-parallel-size"),
+    ):
+        parser.add_argument(flag, type=_count(flag))
+    parser.add_argument("--make-vocab-size-divisible-by", type=_count("--make-vocab-size-divisible-by"), default=128)
+    parser.add_argument("--num-distributed-optimizer-instances", type=_count("--num-distributed"), default=1)
+    add_layout_flags(parser)
+    for flag in (
+        *("--group-query-attention", "--swiglu", "--quick-geglu", "--disable-bias-linear", "--add-qkv-bias"),
+        *("--qk-layernorm", "--untie-embeddings-and-output-weights", "--moe-shared-expert-gate", "--bf16", "--fp16"),
+        *("--no-position-embedding", "--use-rotary-position-embeddings", "--no-pad-vocab-size"),
+        *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split", "--sequence-parallel"),
+        *("--grad-reduce-in-bf16", "--accumulate-allreduce-grads-in-fp32", "--recompute-activations"),
+    ):
+        parser.add_argument(flag, action="store_true")
+    parser.add_argument("--normalization", default="LayerNorm", choices=("LayerNorm", "RMSNorm"))
+    parser.add_argument("--position-embedding-type", default="learned_absolute")
+    parser.add_argument("--moe-layer-freq", type=_frequency, default=1)
+    parser.add_argument("--recompute-granularity", choices=("full", "selective"))
+    parser.add_argument("--tokenizer-type")
+    # These change the parameters in ways that are not counted here.
+    for flag in ("--multi-latent-attention", "--attention-output-gate", "--is-hybrid-model"):
+        parser.add_argument(flag, action=_Refuse, nargs=0)
+    for flag in (
+        *("--mtp-num-layers", "--hybrid-layer-pattern", "--hybrid-override-pattern", "--moe-latent-size", "--spec"),
+        *("--experimental-attention-variant", "--linear-attention-freq", "--pipeline-model-parallel-layout"),
+        *("--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json"),
+    ):
+        parser.add_argument(flag, action=_Refuse, nargs="+")
+    return parser
+
+
+def add_layout_flags(parser: argparse._ActionsContainer) -> None:
+    """The flags of a plan that say how the model is divided; Megatron's names, and shorter ones."""
+    for flag, short, what in (
+        ("--tensor-model-parallel-size", "--tensor-parallel", "GPUs that divide each layer"),
+        ("--pipeline-model-parallel-size", "--pipeline-parallel", "stages that divide the layers"),
+        ("--context-parallel-size", "--context-parallel", "GPUs that divide each sequence"),
+        ("--expert-model-parallel-size", "--expert-parallel", "GPUs that divide the experts"),
+    ):
+        parser.add_argument(short, flag, dest=_dest(flag), type=_count(flag), default=1, metavar="N", help=what)
+    parser.add_argument("--gpus", type=_count("--gpus"), default=1, metavar="N", help="GPUs in all (%(default)s)")
+
+
+def _dest(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _count(flag: str) -> Any:
+    largest = _LARGEST.get(flag, _DEFAULT_LARGEST)
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if not 1 <= value <= largest:
+            raise argparse.ArgumentTypeError(f"{value} is out of range: give 1 to {largest}")
+        return value
+
+    return parse
+
+
+class _Refuse(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
+        parser.error(f"{option}: parameters of such models are not counted here")
+
+
+def _frequency(text: str) -> int | list[int]:
+    """--moe-layer-freq: a number, or a list such as ([0]*3+[1]*58)."""
+    try:
+        value = _evaluate(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, TypeError):
+        value = None
+    if isinstance(value, int) and value >= 1:
+        return value
+    if isinstance(value, list) and all(each in (0, 1) for each in value):
+        return value
+    raise argparse.ArgumentTypeError(f"{text!r} is neither a positive number nor a list of 0 and 1")
+
+
+def _evaluate(node: ast.expr) -> Any:
+    """Numbers, lists, + and *; lists of at most 10,000 elements."""
+    if isinstance(node, ast.Constant) and type(node.value) is int and abs(node.value) <= _LARGEST["--num-layers"]:
+        return node.value
+    if isinstance(node, ast.List):
+        return [_evaluate(element) for element in node.elts]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
+        left, right = _evaluate(node.left), _evaluate(node.right)
+        value = left + right if isinstance(node.op, ast.Add) else left * right
+        if isinstance(value, list) and len(value) > _LARGEST["--num-layers"]:
+            raise ValueError("too long")
+        return value
+    raise ValueError("not a list of numbers")
+
+
+def _complete(args: argparse.Namespace, notes: list[str], where: str) -> None:
+    """Fill in what follows from other flags, as Megatron does."""
+    needed = ("num_layers", "hidden_size", "num_attention_heads")
+    missing = ["--" + name.replace("_", "-") for name in needed if getattr(args, name) is None]
+    if args.vocab_size is None and args.padded_vocab_size is None:
+        if args.tokenizer_type in _VOCABULARIES:
+            args.vocab_size = _VOCABULARIES[args.tokenizer_type]
+        else:
+            missing.append("--vocab-size")
+    if args.use_rotary_position_embeddings:
+        args.position_embedding_type = "rope"
+    learned = args.position_embedding_type == "learned_absolute" and not args.no_position_embedding
+    if learned and args.max_position_embeddings is None:
+        missing.append("--max-position-embeddings")
+    if missing:
+        raise CommandError(f"{where}: {', '.join(missing)} is missing; give it on the command line, or in the file")
+    if not learned:
+        args.max_position_embeddings = 0
+    if args.kv_channels is None:
+        if args.hidden_size % args.num_attention_heads:
+            raise CommandError(
+                f"{where}: --hidden-size {args.hidden_size} cannot be divided by --num-attention-heads "
+                f"{args.num_attention_heads}, and there is no --kv-channels"
+            )
+        args.kv_channels = args.hidden_size // args.num_attention_heads
+    if args.group_query_attention:
+        args.num_query_groups = args.num_query_groups or 1
+    else:
+        args.num_query_groups = args.num_attention_heads
+    if args.ffn_hidden_size is None:
+        # A gated MLP has three matrices, not two: two thirds of the size, in whole multiples of 64.
+        args.ffn_hidden_size = 4 * args.hidden_size
+        if args.swiglu:
+            args.ffn_hidden_size = int((4 * args.hidden_size * 2 / 3) / 64) * 64
+    if args.padded_vocab_size is None:
+        multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+        args.padded_vocab_size = args.vocab_size
+        if not args.no_pad_vocab_size:
+            args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
+    if args.seq_length is None:
+        args.seq_length = args.max_position_embeddings or 2048
+        notes.append(f"no --seq-length: {args.seq_length} is taken")
+    if args.bf16 and args.fp16:
+        raise CommandError(f"{where}: --bf16 and --fp16 exclude each other")
+
+
+def _shape(args: argparse.Namespace) -> Shape:
+    experts = args.num_experts or 0
+    return Shape(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups,
+        kv_channels=args.kv_channels,
+        padded_vocab_size=args.padded_vocab_size,
+        max_position_embeddings=args.max_position_embeddings,
+        gated=args.swiglu or args.quick_geglu,
+        linear_bias=not args.disable_bias_linear,
+        qkv_bias=args.add_qkv_bias,
+        norm_bias=args.normalization == "LayerNorm",
+        qk_norm=args.qk_layernorm,
+        untied=args.untie_embeddings_and_output_weights,
+        num_experts=experts,
+        moe_ffn_hidden_size=(args.moe_ffn_hidden_size or args.ffn_hidden_size) if experts else 0,
+        moe_layers=moe_pattern(args.moe_layer_freq, args.num_layers) if experts else (),
+        shared_expert_size=(args.moe_shared_expert_intermediate_size or 0) if experts else 0,
+        shared_expert_gate=args.moe_shared_expert_gate,
+    )
+
+
+def _layout(args: argparse.Namespace) -> Layout:
+    pipeline = args.pipeline_model_parallel_size
+    chunks = args.num_virtual_stages_per_pipeline_rank or 1
+    if args.num_layers_per_virtual_pipeline_stage and pipeline > 1:
+        of_stage = args.num_layers // pipeline
+        if of_stage % args.num_layers_per_virtual_pipeline_stage:
+            raise CommandError(
+                f"the {of_stage} layers of a stage cannot be divided by --num-layers-per-virtual-pipeline-stage "
+                f"{args.num_layers_per_virtual_pipeline_stage}"
+            )
+        chunks = of_stage // args.num_layers_per_virtual_pipeline_stage
+    return Layout(
+        gpus=args.gpus,
+        tensor=args.tensor_model_parallel_size,
+        pipeline=pipeline,
+        context=args.context_parallel_size,
+        expert=args.expert_model_parallel_size,
+        expert_tensor=args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
+        chunks=chunks if pipeline > 1 else 1,
+        first_stage_layers=args.decoder_first_pipeline_num_layers,
+        last_stage_layers=args.decoder_last_pipeline_num_layers,
+        account_for_embedding=args.account_for_embedding_in_pipeline_split,
+        account_for_loss=args.account_for_loss_in_pipeline_split,
+        optimizer_instances=args.num_distributed_optimizer_instances,
+    )
+
+
+def _training(args: argparse.Namespace, notes: list[str]) -> Training:
+    if not (args.bf16 or args.fp16):
+        args.bf16 = True
+        notes.append("neither --bf16 nor --fp16: bf16 is taken")
+    layout = _layout(args)
+    if layout.gpus % (layout.tensor * layout.pipeline * layout.context):
+        micro_batches = 1  # what divides the GPUs is checked, and refused, where parameters are counted
+    else:
+        micro_batch = args.micro_batch_size or 1
+        each = micro_batch * layout.data
+        batch = args.global_batch_size or each
+        if batch % each:
+            raise CommandError(
+                f"--global-batch-size {batch} cannot be divided by micro-batch size {micro_batch} x {layout.data} "
+                "data-parallel ranks"
+            )
+        micro_batches = batch // each
+    in_fp32 = args.accumulate_allreduce_grads_in_fp32 or (args.bf16 and not args.grad_reduce_in_bf16)
+    recompute = args.recompute_granularity or ("selective" if args.recompute_activations else "none")
+    return Training(
+        sequence=args.seq_length,
+        micro_batch=args.micro_batch_size or 1,
+        micro_batches=micro_batches,
+        param_bytes=2,
+        grad_bytes=4 if in_fp32 else 2,
+        recompute=recompute,
+        sequence_parallel=args.sequence_parallel,
+    )
+
+
+# --- Files
+
+
+def flags_of_file(path: Path) -> list[str]:
+    """The flags in a file, with their values, in order; words that belong to no flag may be among them.
+
+    Raises:
+        CommandError: the file cannot be read or taken apart.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"--model {path} cannot be read: {error}") from error
+    if path.suffix.lower() in (".yaml", ".yml"):
+        return _flags_of_yaml(path, text)
+    try:
+        return _flags_of_shell(text)
+    except ValueError as error:  # an open quote
+        raise CommandError(f"--model {path} cannot be taken apart: {error}") from error
+
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))|\$\{\w+:?-([^${}]*)\}")
+
+
+def _flags_of_shell(text: str) -> list[str]:
+    """The words of a shell script, variables that it sets to plain values put in."""
+    text = text.replace("\r\n", "\n").replace("\\\n", " ")
+    lexer = shlex.shlex(text, posix=True, punctuation_chars="();&|<>")
+    lexer.whitespace_split = True
+    variables: dict[str, str] = {}
+    words: list[str] = []
+    for word in lexer:
+        word = _with_variables(word, variables)
+        assigned = _ASSIGNMENT.fullmatch(word)
+        if assigned is None:
+            words.append(word)
+            continue
+        name, value = assigned.groups()
+        variables[name] = value
+        if "--" in value:  # flags gathered in a variable
+            words += shlex.split(value)
+    return words
+
+
+def _with_variables(word: str, variables: dict[str, str]) -> str:
+    def value(found: re.Match[str]) -> str:
+        name = found[1] or found[2]
+        if name is None:  # ${NAME:-default}
+            return found[3]
+        return variables.get(name, found[0])
+
+    return _VARIABLE.sub(value, word)
+
+
+# Keys of configs that are flags by another name: key -> (value, flag).
+_CONFIG_KEYS: dict[str, tuple[Any, str]] = {
+    "gated_linear_unit": (True, "--swiglu"),
+    "add_bias_linear": (False, "--disable-bias-linear"),
+    "share_embeddings_and_output_weights": (False, "--untie-embeddings-and-output-weights"),
+}
+
+
+def _flags_of_yaml(path: Path, text: str) -> list[str]:
+    try:
+        import yaml
+    except ImportError:
+        raise CommandError(f"--model {path}: reading YAML needs PyYAML: pip install pyyaml") from None
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise CommandError(f"--model {path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise CommandError(f"--model {path} holds no mapping of flags to values")
+    flags: list[str] = []
+    _collect(content, flags)
+    return flags
+
+
+def _collect(content: dict[Any, Any], flags: list[str]) -> None:
+    """Flags of a mapping and of those within it: keys with or without leading dashes, true for a flag without value."""
+    for key, value in content.items():
+        if isinstance(value, dict):
+            _collect(value, flags)
+            continue
+        name = str(key).lstrip("-").replace("-", "_")
+        name = {"num_moe_experts": "num_experts"}.get(name, name)
+        if name in _CONFIG_KEYS:
+            expected, flag = _CONFIG_KEYS[name]
+            flags += [flag] if value is expected else []
+        elif value is True:
+            flags.append("--" + name.replace("_", "-"))
+        elif value is not None and value is not False:
+            flags += ["--" + name.replace("_", "-"), *map(str, value if isinstance(value, list) else [value])]
