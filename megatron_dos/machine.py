@@ -75,7 +75,7 @@ class Machine:
     cpu_latency: float = 0.0
     """Seconds that handing a subgroup to the CPU's threads takes."""
 
-    sources: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False)
     fingerprint: str = ""
 
     def __post_init__(self) -> None:

@@ -48,6 +48,7 @@ __all__ = [
     "fused",
     "memory_fit",
     "on_the_clock",
+    "optimum",
     "program_for",
 ]
 
@@ -160,7 +161,7 @@ class Choice:
         threads: CPU threads of the rank with which that holds; fewer than it has where host memory is short.
         step_seconds: what the step takes.
         lanes: seconds for which each of cpu, h2d, d2h, gpu and dram is busy.
-        limiting: the busiest lane.
+        limiting: the busiest lane, that of the CPU only where it has all its threads.
         helps: what a step would take with more of something: name -> seconds, the best first.
         memory: what it takes.
         reason: one line for the log.
@@ -424,6 +425,26 @@ def closed_form_optimum(machine: Machine, work: Workload, resident_share: Fracti
     )
 
 
+def optimum(machine: Machine, work: Workload, resident_share: Fraction | float = 0) -> Estimate:
+    """The closed form's optimum, unless the virtual clock says that one place for all is better: found in milliseconds.
+
+    A single subgroup elsewhere hinders the others more than the closed form, which knows no subgroups, can tell.
+    """
+    rest = 1 - Fraction(resident_share)
+    found = closed_form_optimum(machine, work, resident_share)
+    candidates = [
+        (found.host_share, found.threads),
+        *((share, _threads(machine, work)) for share in (Fraction(0), rest)),
+    ]
+
+    def seconds(candidate: tuple[Fraction, int]) -> float:
+        share, threads = candidate
+        return clocked(machine, replace(work, threads=threads), share, resident_share).seconds
+
+    share, threads = min(dict.fromkeys(candidates), key=seconds)
+    return closed_form(machine, replace(work, threads=threads), share, resident_share)
+
+
 def clock_optimum(machine: Machine, work: Workload, resident_share: Fraction | float = 0) -> Estimate:
     """The shares and threads with which the virtual clock of the program stops first."""
 
@@ -537,20 +558,23 @@ def choose(
     elif _memory(work, resident, streamed=True, host_share=Fraction(0)).gpu > room:
         given = count - kept  # no room for the slots of streamed subgroups
 
-    def best(machine: Machine, resident: Fraction) -> Estimate:
+    def best(machine: Machine, resident: Fraction, of_all: Callable[..., Estimate] = optimum) -> Estimate:
         if given is None:
-            return closed_form_optimum(machine, work, resident)
+            return of_all(machine, work, resident)
         return closed_form(machine, work, min(Fraction(given, count), 1 - resident), resident)
 
     found = best(machine, resident)
+    # With fewer threads than there are, the CPU is as slow as it should be.
+    lanes = [lane for lane in found.lanes if lane != "cpu" or found.threads == _threads(machine, work)]
+    limiting = max(lanes, key=found.lanes.__getitem__)
     streamed = found.streamed_share > 0
     memory = memory_fit(machine, work, resident, streamed, found.host_share, room, free_host_memory)
-    quarter = _room_for(work, machine.gpu_memory / 4)
+    most_resident = max(Fraction(_room_for(work, machine.gpu_memory / 4), count), resident)
     more = {
-        "twice the CPU cores": best(_faster_cpu(machine), resident),
-        "twice the link": best(_faster_link(machine), resident),
-        "twice the host memory rate": best(replace(machine, dram=2 * machine.dram), resident),
-        "a quarter of the GPU's memory for resident states": best(machine, max(Fraction(quarter, count), resident)),
+        "twice the CPU cores": best(_faster_cpu(machine), resident, closed_form_optimum),
+        "twice the link": best(_faster_link(machine), resident, closed_form_optimum),
+        "twice the host memory rate": best(replace(machine, dram=2 * machine.dram), resident, closed_form_optimum),
+        "a quarter of the GPU's memory for resident states": best(machine, most_resident, closed_form_optimum),
     }
     helps = {name: more[name].seconds for name in sorted(more, key=lambda name: more[name].seconds)}
     return Choice(
@@ -560,10 +584,10 @@ def choose(
         found.threads,
         found.seconds,
         found.lanes,
-        found.limiting,
+        limiting,
         helps,
         memory,
-        _reason(work, found, helps),
+        _reason(work, found, limiting, helps),
     )
 
 
@@ -595,13 +619,14 @@ _LANE_NAMES = {
 }
 
 
-def _reason(work: Workload, found: Estimate, helps: Mapping[str, float]) -> str:
+def _reason(work: Workload, found: Estimate, limiting: str, helps: Mapping[str, float]) -> str:
     rate = work.parameters / found.seconds / 1e9
-    busy = _percent(found.lanes[found.limiting] / found.seconds)
+    busy = _percent(found.lanes[limiting] / found.seconds)
+    threads = f"{found.threads} CPU thread{'s' if found.threads > 1 else ''}"
     text = (
-        f"{_percent(found.streamed_share)} streamed through the GPU, {_percent(found.host_share)} on {found.threads} "
-        f"CPU threads, {_percent(found.resident_share)} resident: {_duration(found.seconds)} a step, {rate:.2f} G "
-        f"parameters/s a rank; {_LANE_NAMES[found.limiting]} is busy {busy} of it"
+        f"{_percent(found.streamed_share)} streamed through the GPU, {_percent(found.host_share)} on {threads}, "
+        f"{_percent(found.resident_share)} resident: {_duration(found.seconds)} a step, {rate:.2f} G "
+        f"parameters/s a rank; {_LANE_NAMES[limiting]} is busy {busy} of it"
     )
     helper, seconds = next(iter(helps.items()))
     if seconds < 0.98 * found.seconds:

@@ -76,13 +76,16 @@ def full_offload(machine: Machine, work: Workload, resident: Fraction | float = 
     return on_the_clock(machine, work, with_blocking_params(_program(work, placements)), path)
 
 
-def published(machine: Machine, work: Workload, resident: Fraction | float = 0, stride: int = 2) -> Timeline:
+def published(
+    machine: Machine, work: Workload, resident: Fraction | float = 0, stride: int = 2, passes: float = PASSES
+) -> Timeline:
     """The published interleaving: of the subgroups that are not resident one in `stride` on the GPU, copies by turns.
 
-    The grads of the CPU's subgroups are on the host when the step begins.
+    The grads of the CPU's subgroups are on the host when the step begins. `passes` is what the CPU's passes move of
+    host memory for a parameter.
     """
     placements = _placements(work, resident, lambda count: list(every_kth_on_device(count, stride)))
-    path = HostPath(touched=PASSES, grad=0, param=work.param_bytes)
+    path = HostPath(touched=passes, grad=0, param=work.param_bytes)
     return on_the_clock(machine, work, with_serial_copies(_program(work, placements)), path)
 
 
