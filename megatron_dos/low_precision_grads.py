@@ -53,16 +53,19 @@ class LowPrecisionGrads:
         self.clear()
         for index, shard in enumerate(shards):
             grad = shard.decoupled_grad
-            if grad is None or (grad.dtype == torch.float32 and not self._fp32_too):
-                continue
-            zeros = grad.numel() - int(torch.count_nonzero(grad)) if count_zeros else 0
-            clip = torch.zeros(1 + zeros, dtype=torch.float32, device=grad.device)
-            clip[0] = 1.0
-            shard.decoupled_grad = clip
-            self._grads[index] = grad
+            if grad is not None and (grad.dtype != torch.float32 or self._fp32_too):
+                self._grads[index] = grad
+        if not self._grads:
+            return
+        device = next(iter(self._grads.values())).device
+        clips = torch.ones(len(self._grads), dtype=torch.float32, device=device).split(1)
+        for (index, grad), clip in zip(self._grads.items(), clips, strict=True):
+            if count_zeros:
+                clip = torch.cat([clip, clip.new_zeros(grad.numel() - int(torch.count_nonzero(grad)))])
+            shards[index].decoupled_grad = clip
             self._clips[index] = clip
             self._shard_of[id(clip)] = index
-        if self._grads and inv_scale is not None:
+        if inv_scale is not None:
             self._inv_scale, self._unscale = inv_scale, inv_scale.item()
 
     def clear(self) -> None:

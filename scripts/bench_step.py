@@ -462,7 +462,8 @@ def tables(rows: list[dict], promises: list[str]) -> str:
         for row in (row for row in rows if row["grads"] == grads):
             parts.append(
                 f"| {row['what']} | {row['kernel']} | {row['samples']} | {row['median_ms']} [{row['q1_ms']}, "
-                f"{row['q3_ms']}] | {row['gparams_per_s']} | {row['times_ours']} [{row['times_ours_q1']}, {row['times_ours_q3']}] |"
+                f"{row['q3_ms']}] | {row['gparams_per_s']} | {row['times_ours']} [{row['times_ours_q1']}, "
+                f"{row['times_ours_q3']}] |"
             )
         parts.append("")
     parts += ["## Memory\n", MEMORY]
