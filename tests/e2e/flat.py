@@ -40,11 +40,18 @@ class FlatRun:
         dtype: of the params that are not KEPT_IN_FP32.
         grads_in_fp32: dtype of the main grads: FP32, or that of the param.
         deep: deep optimizer states, or Megatron's own optimizer.
+        overlap_grad_reduce: reduce the grads in the backward pass.
         options: more fields of OptimizerConfig.
     """
 
     def __init__(
-        self, dtype: str = "bfloat16", grads_in_fp32: bool = True, deep: bool = True, seed: int = 0, **options: Any
+        self,
+        dtype: str = "bfloat16",
+        grads_in_fp32: bool = True,
+        deep: bool = True,
+        seed: int = 0,
+        overlap_grad_reduce: bool = False,
+        **options: Any,
     ) -> None:
         from megatron.core import parallel_state, tensor_parallel
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -56,7 +63,9 @@ class FlatRun:
             tensor_parallel.model_parallel_cuda_manual_seed(1)
         torch_dtype = getattr(torch, dtype)
         ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=grads_in_fp32, use_distributed_optimizer=True, overlap_grad_reduce=False
+            grad_reduce_in_fp32=grads_in_fp32,
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=overlap_grad_reduce,
         )
         module = make_model(torch_dtype, seed)
         self.ddp = DistributedDataParallel(module.config, ddp_config, module)

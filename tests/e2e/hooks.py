@@ -79,12 +79,12 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
 
 
-def use_adversarial_device() -> None:
+def use_adversarial_device(seed: int = 0) -> None:
     """Run every step's program in random orders that only its streams and dependencies limit."""
     from megatron_dos import optimizer
     from megatron_dos.device.sim import SimDevice
 
-    optimizer.make_device = lambda device: SimDevice(seed=torch.distributed.get_rank())
+    optimizer.make_device = lambda device: SimDevice(seed=1000 * seed + torch.distributed.get_rank())
 
 
 def change_share(point: str, model: Any, optimizer: Any, args: Any) -> Any:
