@@ -50,6 +50,11 @@ LOADED_IN_PLACE = ("dp_reshardable", "fully_sharded_model_space")
 # Host slots for grads that are sent in the backward pass, when the user names no number.
 EARLY_SLOTS = 4
 
+UNCHANGED = (
+    "The optimizer states are as they were. Load another checkpoint (--ckpt-step), or the weights alone with "
+    "--no-load-optim or --finetune."
+)
+
 # Every subgroup costs some bookkeeping in each step; beyond this many it would be felt.
 MOST_SUBGROUPS = 1 << 16
 
@@ -479,6 +484,16 @@ class DeepStatesOptimizer(DistributedOptimizer):
         if "param_state" in state_dict:
             self._half_loaded = ""
 
+    def save_parameter_state(self, filename) -> None:
+        """Replaces: no rank waits when the first cannot write the file."""
+        state_dict, problem = self.get_parameter_state_dp_zero(), ""
+        if self.data_parallel_group.rank() == 0:
+            try:
+                torch.save(state_dict, filename)
+            except Exception as error:  # the disk is full, say: all ranks are to hear of it
+                problem = f"{filename} cannot be written: {error}. Earlier checkpoints are as they were."
+        self._raise_together(problem)
+
     def load_parameter_state(self, filename, *, update_legacy_format: bool = False) -> None:
         """Replaces: the file is read as its parts are needed, and no rank waits when the first cannot read it."""
         if self.is_stub_optimizer:
@@ -488,7 +503,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
             try:
                 state_dict = torch.load(filename, map_location="cpu", mmap=True)
             except Exception as error:  # whatever is wrong with it, all ranks are to hear of it
-                problem = f"{filename} cannot be loaded: {error}"
+                problem = f"{filename} cannot be loaded: {error}. {UNCHANGED}"
         self._raise_together(problem)
         self.load_parameter_state_from_dp_zero(state_dict, update_legacy_format=update_legacy_format)
 
@@ -497,6 +512,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
         problem = ""
         if self.data_parallel_group.rank() == 0:
             problem = self._problem_of_dp_zero(state_dict)
+            problem = problem and f"{problem}. {UNCHANGED}"
         self._raise_together(problem)
         super().load_parameter_state_from_dp_zero(state_dict, update_legacy_format=update_legacy_format)
         self._half_loaded = ""
@@ -520,10 +536,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
         first = torch.distributed.get_process_group_ranks(self.data_parallel_group_gloo)[0]
         torch.distributed.broadcast_object_list(shared, src=first, group=self.data_parallel_group_gloo)
         if shared[0]:
-            raise CheckpointError(
-                f"{shared[0]}. The optimizer states are as before. Load another checkpoint (--ckpt-step), or the "
-                "weights alone with --no-load-optim or --finetune."
-            )
+            raise CheckpointError(shared[0])
 
     def _spoil(self, error: BaseException) -> None:
         self._half_loaded = f"reading a checkpoint into the optimizer states failed in the middle ({error})"

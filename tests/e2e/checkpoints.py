@@ -119,6 +119,23 @@ def digest(model: Any, optimizer: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def local_digest(model: Any, optimizer: Any) -> dict[str, str]:
+    """Hashes of what this rank holds alone, whether or not it agrees with the others."""
+    return {
+        "weights": _hash(_weights(model)),
+        "states": _hash(_states(model, optimizer)),
+        "step": repr([step_of(one) for one in distributed_optimizers(optimizer)]),
+        "scheduler": repr(rank_main.running.scheduler.state_dict()),
+    }
+
+
+def _hash(parts: Iterator[tuple[str, Any, Any, int, np.ndarray]]) -> str:
+    together = hashlib.sha256()
+    for *what, values in parts:
+        together.update(repr(what).encode() + values.tobytes())
+    return together.hexdigest()
+
+
 def _random_state() -> str:
     from megatron.core import tensor_parallel
 
@@ -201,7 +218,7 @@ def _states(model: Any, optimizer: Any) -> Iterator[tuple[str, Any, Any, int, np
 
 
 def save_in_all_ways(point: str, model: Any, optimizer: Any, args: Any) -> Any:
-    """At the end: what the training is in, and which ways failed, with the reason. Saves it in each way of CHECKPOINTS."""
+    """At the end: save in each way of CHECKPOINTS; what the training is in, and which ways failed, with the reason."""
     if point != "end":
         return None
     order = json.loads(os.environ["CHECKPOINTS"])

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 import pytest
-from checkpoints import WAYS, folder_of
+from checkpoints import WAYS
 from harness import LAYOUTS, PRECISIONS, ROOT, TINY, Megatron
 
 PAGE = ROOT / "docs" / "checkpoints.md"
