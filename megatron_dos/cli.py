@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron_dos import __version__, patching
-from megatron_dos.commands import CommandError, calibrate, doctor
+from megatron_dos.commands import CommandError, calibrate, doctor, plan, simulate
 
 __all__ = ["main"]
 
@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("path", metavar="PATH", help="the checkout: the folder that holds megatron/")
         command.set_defaults(run=run)
-    for module in (doctor, calibrate):
+    for module in (doctor, calibrate, plan, simulate):
         module.add(commands)
     return parser
 
@@ -94,7 +94,10 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return the exit status."""
     try:
-        options = _parser().parse_args(argv)
+        parser = _parser()
+        options, options.more = parser.parse_known_args(argv)
+        if options.more and not getattr(options, "takes_more", False):
+            parser.error(f"unrecognized arguments: {' '.join(options.more)}")
         status = options.run(options)
         sys.stdout.flush()
         return status

@@ -189,6 +189,19 @@ torchrun --nproc_per_node 8 pretrain_gpt.py ${GPT_MODEL_ARGS[@]} $DATA_ARGS --bf
         job = job_of(SMALL, tmp_path, "--num-layers", "8", "--tensor-parallel", "2", "--gpus", "4")
         assert (job.shape.num_layers, job.layout.tensor, job.layout.data) == (8, 2, 2)
 
+    def test_flag_with_two_values_is_noted(self, tmp_path):
+        job = job_of(f"{SMALL} --num-layers 8", tmp_path)
+        assert job.shape.num_layers == 8
+        assert "given more than once, of which the last counts: --num-layers" in job.notes
+
+    def test_fp16_on_the_command_line_replaces_the_bf16_of_a_known_model(self):
+        assert read_job("13b", ["--fp16"]).training.grad_bytes == 2
+        assert read_job("13b", []).training.grad_bytes == 4
+
+    def test_unknown_flag_on_the_command_line_is_refused(self):
+        with pytest.raises(CommandError, match="--tensor-paralel 2: not a flag"):
+            read_job("13b", ["--tensor-paralel", "2"])
+
     def test_words_keep_their_order(self, tmp_path):
         path = tmp_path / "args.txt"
         path.write_text("A=1\n--num-layers $A --num-layers 2 --name 'a b'")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import re
 import shlex
 from collections.abc import Sequence
@@ -17,10 +18,19 @@ from typing import Any, NoReturn
 from megatron_dos.commands import CommandError
 from megatron_dos.commands.models import KNOWN_MODELS, Layout, Shape, moe_pattern
 
-__all__ = ["Job", "Training", "add_layout_flags", "flags_of_file", "read_job"]
+__all__ = ["Job", "Training", "add_layout_flags", "flags_of_file", "layout_overrides", "read_job"]
 
 _LARGEST = {"--num-layers": 10_000, "--hidden-size": 1_000_000, "--gpus": 1_000_000}
 _DEFAULT_LARGEST = 100_000_000
+_SIZES = (
+    *("--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--num-query-groups"),
+    *("--kv-channels", "--vocab-size", "--padded-vocab-size", "--max-position-embeddings", "--seq-length"),
+    *("--num-experts", "--moe-ffn-hidden-size", "--moe-shared-expert-intermediate-size", "--micro-batch-size"),
+    *("--global-batch-size", "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
+    *("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"),
+    "--expert-tensor-parallel-size",
+)
+"""Flags with a number for which Megatron has no default, or one that depends on others."""
 _VOCABULARIES = {"GPT2BPETokenizer": 50257}
 
 
@@ -65,19 +75,38 @@ def read_job(model: str, overrides: Sequence[str]) -> Job:
     """
     known = KNOWN_MODELS.get(model.lower())
     if known is not None:
-        name, source, given = model.lower(), known.source, ["--bf16", *shlex.split(known.flags)]
+        name, source, given = model.lower(), known.source, shlex.split(known.flags)
+        given += [] if "--fp16" in overrides else ["--bf16"]
     elif Path(model).is_file():
         name, source, given = Path(model).name, f"the flags in {model}", flags_of_file(Path(model))
     else:
         names = ", ".join(KNOWN_MODELS)
         raise CommandError(f"--model {model} is neither a file nor a known model. Known are: {names}")
     parser = _parser(f"--model {model}")
-    args, unknown = parser.parse_known_args([*given, *overrides])
+    args, unknown = parser.parse_known_args(given)
+    args, not_known = parser.parse_known_args(overrides, args)
+    if not_known:
+        raise CommandError(
+            f"{' '.join(not_known)}: not a flag of this command, nor one of Megatron's that matters here"
+        )
     notes = []
+    if repeated := _repeated(given):
+        notes.append(f"given more than once, of which the last counts: {', '.join(repeated)}")
     if ignored := list(dict.fromkeys(word.split("=")[0] for word in unknown if re.match(r"--[a-z]", word))):
         notes.append(f"{len(ignored)} flags that do not matter here were passed over: {', '.join(ignored)}")
     _complete(args, notes, f"--model {model}")
     return Job(name, source, _shape(args), _layout(args), _training(args, notes), tuple(notes))
+
+
+def _repeated(words: Sequence[str]) -> list[str]:
+    """Flags with several numbers as values, as where a script chooses between models."""
+    values: dict[str, set[str]] = {}
+    for word, following in itertools.zip_longest(words, words[1:], fillvalue=""):
+        flag, separator, value = word.partition("=")
+        value = value if separator else following
+        if flag in _SIZES and value.isdigit():
+            values.setdefault(flag, set()).add(value)
+    return [flag for flag, given in values.items() if len(given) > 1]
 
 
 # --- The flags
@@ -96,16 +125,10 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser(where: str) -> argparse.ArgumentParser:
     parser = _Parser(where)
-    for flag in (
-        *("--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--num-query-groups"),
-        *("--kv-channels", "--vocab-size", "--padded-vocab-size", "--max-position-embeddings", "--seq-length"),
-        *("--num-experts", "--moe-ffn-hidden-size", "--moe-shared-expert-intermediate-size"),
-        *("--micro-batch-size", "--global-batch-size", "--decoder-first-pipeline-num-layers"),
-        *("--decoder-last-pipeline-num-layers", "--num-layers-per-virtual-pipeline-stage"),
-        *("--num-virtual-stages-per-pipeline-rank", "--expert-tensor-parallel-size"),
-    ):
+    for flag in _SIZES:
         parser.add_argument(flag, type=_count(flag))
     parser.add_argument("--make-vocab-size-divisible-by", type=_count("--make-vocab-size-divisible-by"), default=128)
+    parser.add_argument("--moe-router-topk", type=_count("--moe-router-topk"), default=2)
     parser.add_argument("--num-distributed-optimizer-instances", type=_count("--num-distributed"), default=1)
     add_layout_flags(parser)
     for flag in (
@@ -133,16 +156,26 @@ def _parser(where: str) -> argparse.ArgumentParser:
     return parser
 
 
-def add_layout_flags(parser: argparse._ActionsContainer) -> None:
-    """The flags of a plan that say how the model is divided; Megatron's names, and shorter ones."""
-    for flag, short, what in (
-        ("--tensor-model-parallel-size", "--tensor-parallel", "GPUs that divide each layer"),
-        ("--pipeline-model-parallel-size", "--pipeline-parallel", "stages that divide the layers"),
-        ("--context-parallel-size", "--context-parallel", "GPUs that divide each sequence"),
-        ("--expert-model-parallel-size", "--expert-parallel", "GPUs that divide the experts"),
-    ):
-        parser.add_argument(short, flag, dest=_dest(flag), type=_count(flag), default=1, metavar="N", help=what)
-    parser.add_argument("--gpus", type=_count("--gpus"), default=1, metavar="N", help="GPUs in all (%(default)s)")
+_LAYOUT = (
+    ("--gpus", "--gpus", "GPUs in all (1)"),
+    ("--tensor-parallel", "--tensor-model-parallel-size", "GPUs that divide each layer"),
+    ("--pipeline-parallel", "--pipeline-model-parallel-size", "stages that divide the layers"),
+    ("--context-parallel", "--context-parallel-size", "GPUs that divide each sequence"),
+    ("--expert-parallel", "--expert-model-parallel-size", "GPUs that divide the experts"),
+)
+
+
+def add_layout_flags(parser: argparse.ArgumentParser, default: Any = 1) -> None:
+    """The flags that say how a model is divided, under Megatron's names and shorter ones."""
+    for short, flag, what in _LAYOUT:
+        names = dict.fromkeys((short, flag))
+        parser.add_argument(*names, dest=_dest(flag), type=_count(flag), default=default, metavar="N", help=what)
+
+
+def layout_overrides(options: argparse.Namespace) -> list[str]:
+    """The flags of `add_layout_flags` that were given, where their default is argparse.SUPPRESS."""
+    given = [flag for _, flag, _ in _LAYOUT if hasattr(options, _dest(flag))]
+    return [word for flag in given for word in (flag, str(getattr(options, _dest(flag))))]
 
 
 def _dest(flag: str) -> str:
@@ -265,6 +298,7 @@ def _shape(args: argparse.Namespace) -> Shape:
         moe_layers=moe_pattern(args.moe_layer_freq, args.num_layers) if experts else (),
         shared_expert_size=(args.moe_shared_expert_intermediate_size or 0) if experts else 0,
         shared_expert_gate=args.moe_shared_expert_gate,
+        experts_per_token=args.moe_router_topk if experts else 0,
     )
 
 

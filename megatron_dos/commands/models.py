@@ -40,6 +40,7 @@ class Shape:
     moe_layers: tuple[bool, ...] = ()
     shared_expert_size: int = 0
     shared_expert_gate: bool = False
+    experts_per_token: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,8 +255,8 @@ def _published(layers: int, hidden: int, ffn: int, heads: int) -> KnownModel:
     return KnownModel(
         f"--num-layers {layers} --hidden-size {hidden} --ffn-hidden-size {ffn} --num-attention-heads {heads} "
         "--group-query-attention --num-query-groups 4 --untie-embeddings-and-output-weights "
-        f"--padded-vocab-size 50304 --seq-length 2048 {_NO_BIAS}",
-        "the models that Deep Optimizer States was published with (Middleware 2024)",
+        f"--padded-vocab-size 50304 --seq-length 2048 --recompute-granularity full {_NO_BIAS}",
+        "the published evaluation of Deep Optimizer States, Middleware 2024",
     )
 
 

@@ -1,0 +1,226 @@
+"""`megatron-dos plan`: whether a job fits a machine, what each way to update takes there, and what would help."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from typing import Any
+
+from megatron_dos.commands import CommandError
+from megatron_dos.commands.megatron_flags import add_layout_flags, layout_overrides, read_job
+from megatron_dos.commands.models import KNOWN_MODELS
+from megatron_dos.commands.scenario import Scenario, add_machine_flag, iteration_spans, scenario_of
+from megatron_dos.commands.text import gib, short, table
+
+__all__ = ["add", "run"]
+
+_HELP = """\
+Say what training a model with deep optimizer states takes on a machine: parameters, memory of each rank with and
+without, seconds of the update and of an iteration for each way to update, the share that is best, what limits it and
+what would help. Nothing runs on a GPU: times are those of the virtual clock with the machine's rates, without the
+communication of parallel groups; activations are an estimate.
+
+--model takes a name, or a file of Megatron's flags: a shell script, plain text or YAML (needs PyYAML); its flags that
+change neither parameters nor memory are passed over. Flags of Megatron given here count more than the file's.
+
+Known models: {models}"""
+
+_EPILOG = """\
+examples:
+  megatron-dos plan --model 13b --gpus 8 --tensor-parallel 2 --machine h100-pcie5
+  megatron-dos plan --model train.sh --gpus 32 --machine node.json --json
+  megatron-dos plan --model llama3-70b --gpus 64 --tensor-parallel 8 --seq-length 4096 --micro-batch-size 2"""
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="memory, step time and best share of a model on a machine",
+        description=_HELP.format(models=", ".join(KNOWN_MODELS)),
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", required=True, metavar="NAME|FILE", help="a known model, or a file of flags")
+    add_machine_flag(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add_layout_flags(parser, argparse.SUPPRESS)
+    parser.set_defaults(run=run, takes_more=True)
+
+
+def run(options: argparse.Namespace) -> int:
+    scenario = scenario_of(read_job(options.model, [*layout_overrides(options), *options.more]), options)
+    plan = _plan(scenario)
+    print(json.dumps(plan, indent=1) if options.json else _page(scenario, plan))
+    return 0
+
+
+@dataclass(frozen=True)
+class _System:
+    """A way to update, and what it takes: seconds, and whether its states fit."""
+
+    name: str
+    update_s: float
+    iteration_s: float
+    parameters_per_second: float
+    resident_share: float
+    fits: bool
+
+
+def _plan(scenario: Scenario) -> dict[str, Any]:
+    from megatron_dos import rivals
+    from megatron_dos.perf_model import MemoryFitError, choose
+
+    machine, work, share = scenario.machine, scenario.work, Fraction(scenario.resident_share)
+    free = machine.gpu_memory - scenario.params - scenario.grads
+    if free <= 0:
+        raise CommandError(
+            f"{scenario.name}: params and grads of a rank need {gib(scenario.params + scenario.grads)}, and a GPU of "
+            f"{machine.name} has {gib(machine.gpu_memory)}: divide the model, with more --tensor-parallel or "
+            "--pipeline-parallel"
+        )
+    try:
+        choice = choose(machine, work, free_gpu_memory=free, resident_share=share)
+    except MemoryFitError as error:
+        raise CommandError(f"{scenario.name} on {scenario.job.layout.gpus} GPUs: {error}") from error
+    memory = choice.memory
+    kept = scenario.params + scenario.grads
+    with_dos = kept + memory.gpu_resident + max(scenario.activations, memory.gpu_slots)
+    without = kept + scenario.states + scenario.activations
+    systems = []
+    step = rivals.ours(machine, work, share)
+    for name, timeline in (
+        ("ours", step),
+        *((name, rival(machine, work, share)) for name, rival in rivals.RIVALS.items()),
+    ):
+        seconds = max(span.end_s for span in iteration_spans(scenario, name, timeline))
+        rate = work.parameters / timeline.makespan
+        systems.append(_System(name, timeline.makespan, seconds, rate, float(share), with_dos <= machine.gpu_memory))
+    on_gpu = work.parameters / machine.gpu_update
+    passes = scenario.passes.forward + scenario.passes.backward
+    rate, fits = machine.gpu_update, without <= machine.gpu_memory
+    systems.append(_System("states on the GPU: stock Megatron", on_gpu, passes + on_gpu, rate, 1.0, fits))
+    layout = scenario.job.layout
+    return {
+        "model": {
+            "name": scenario.name,
+            "source": scenario.job.source,
+            "parameters": scenario.parameters,
+            **asdict(scenario.job.shape),
+        },
+        "layout": {**asdict(layout), "data": layout.data, "ranks_per_node": work.ranks},
+        "machine": {"name": machine.name, "fingerprint": machine.fingerprint},
+        "rank": {
+            "parameters": scenario.stage.parameters,
+            "owned_parameters": scenario.stage.owned,
+            "subgroups": len(work.subgroups),
+        },
+        "gpu_memory_bytes": {
+            "there": machine.gpu_memory,
+            "params": scenario.params,
+            "grads": scenario.grads,
+            "activations": scenario.activations,
+            "states_without": scenario.states,
+            "resident_states": memory.gpu_resident,
+            "slots_during_the_step": memory.gpu_slots,
+            "without": without,
+            "with": with_dos,
+        },
+        "host_memory_bytes": {
+            "there": machine.host_memory,
+            "states": memory.host_states,
+            "slots": memory.host_slots,
+            "with": memory.host,
+        },
+        "choice": {
+            "gpu_share": float(choice.streamed_share / (1 - choice.resident_share))
+            if choice.resident_share < 1
+            else 0.0,
+            "host_share": float(choice.host_share),
+            "streamed_share": float(choice.streamed_share),
+            "resident_share": float(choice.resident_share),
+            "threads": choice.threads,
+            "step_seconds": choice.step_seconds,
+            "busy_seconds": dict(choice.lanes),
+            "limited_by": choice.limiting,
+            "step_seconds_with": dict(choice.helps),
+            "reason": choice.reason,
+        },
+        "passes_seconds": asdict(scenario.passes),
+        "systems": [asdict(system) for system in systems],
+        "notes": list(scenario.notes),
+    }
+
+
+def _page(scenario: Scenario, plan: dict[str, Any]) -> str:
+    layout, choice = scenario.job.layout, plan["choice"]
+    groups = [
+        f"{name} {size}"
+        for name, size in (
+            ("data", layout.data),
+            ("tensor", layout.tensor),
+            ("pipeline", layout.pipeline),
+            ("context", layout.context),
+            ("expert", layout.expert),
+        )
+        if size > 1 or name == "data"
+    ]
+    parts = [
+        f"{scenario.name}: {scenario.parameters:,} parameters ({scenario.job.source})\n"
+        f"{layout.gpus} GPUs, {plan['layout']['ranks_per_node']} a node; parallel: {', '.join(groups)}\n"
+        f"machine: {scenario.machine.name}\n"
+        f"each rank: {short(scenario.stage.parameters)} parameters, states of {short(scenario.stage.owned)}, in "
+        f"{plan['rank']['subgroups']} subgroups",
+        _memory_table(plan),
+        _system_table(plan),
+        f"best: {choice['reason']}\n"
+        f"limited by: {choice['limited_by']}\n"
+        + "\n".join(
+            f"  with {name}: {_seconds(value)} ({value / choice['step_seconds'] - 1:+.0%})"
+            for name, value in choice["step_seconds_with"].items()
+        ),
+    ]
+    parts += [f"note: {note}" for note in plan["notes"]]
+    return "\n\n".join(parts)
+
+
+def _memory_table(plan: dict[str, Any]) -> str:
+    gpu, host = plan["gpu_memory_bytes"], plan["host_memory_bytes"]
+    rows = [
+        ["params", gib(gpu["params"]), gib(gpu["params"])],
+        ["grads", gib(gpu["grads"]), gib(gpu["grads"])],
+        ["states", gib(gpu["states_without"]), gib(gpu["resident_states"])],
+        ["activations (estimate)", gib(gpu["activations"]), gib(gpu["activations"])],
+        ["slots, while there are no activations", "-", gib(gpu["slots_during_the_step"])],
+        [f"at most, of {gib(gpu['there'])}", _fitting(gpu, "without"), _fitting(gpu, "with")],
+        ["host memory of a node: states", "-", gib(host["states"])],
+        ["host memory of a node: slots", "-", gib(host["slots"])],
+        [f"together, of {gib(host['there'])}", "-", gib(host["with"])],
+    ]
+    return table(["memory of each GPU", "without", "with deep optimizer states"], rows)
+
+
+def _fitting(gpu: dict[str, Any], which: str) -> str:
+    return gib(gpu[which]) + ("" if gpu[which] <= gpu["there"] else " DOES NOT FIT")
+
+
+def _system_table(plan: dict[str, Any]) -> str:
+    ours = plan["systems"][0]
+    rows = [
+        [
+            system["name"],
+            _seconds(system["update_s"]),
+            f"{system['parameters_per_second'] / 1e9:.2f}",
+            _seconds(system["iteration_s"]),
+            f"{system['iteration_s'] / ours['iteration_s']:.2f}",
+            "yes" if system["fits"] else "no",
+        ]
+        for system in plan["systems"]
+    ]
+    return table(["way to update", "update", "G params/s a rank", "iteration", "of ours", "fits"], rows)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -1,0 +1,331 @@
+"""What `plan` and `simulate` reason about: a job on a machine, its memory, and the time of its iterations.
+
+Times of the update are the virtual clock's. Forward and backward passes are floating-point operations over the rate of
+the machine, with the bubble of a pipeline; the communication of parallel groups is not in them. Activations are counted
+by the rules of Korthikanti et al. 2022 (attention without stored scores); they are an estimate.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from megatron_dos.commands import CommandError
+from megatron_dos.commands.megatron_flags import Job
+from megatron_dos.commands.models import Stage, stages, total_parameters
+from megatron_dos.commands.text import short
+from megatron_dos.machine import Machine, MachineError, load, preset, preset_names
+from megatron_dos.trace import Span, spans_of
+
+if TYPE_CHECKING:
+    from megatron_dos.device.clock import Timeline
+    from megatron_dos.perf_model import Workload
+
+__all__ = [
+    "MOST_PARAMETERS",
+    "Passes",
+    "Scenario",
+    "add_machine_flag",
+    "iteration_spans",
+    "machine_of",
+    "scenario_of",
+    "scenario_of_count",
+    "sends_early",
+]
+
+_DEFAULT_MACHINE = "h100-pcie5"
+MOST_PARAMETERS = 10**14
+_MOST_OWNED = 10**11
+_MOST_SUBGROUPS = 10_000
+STATES = 12  # bytes a parameter: master, exp_avg, exp_avg_sq
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds that one rank computes in the forward and the backward passes of an iteration, bubbles included."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A job on a machine.
+
+    Attributes:
+        name: of the model.
+        job: None where only the number of parameters is known.
+        parameters: of the model.
+        stage: the pipeline stage with most to update.
+        work: the update of its ranks.
+        resident_share: part of the states that stays on the GPU.
+        params, grads, activations: bytes on each GPU of that stage; activations at their most.
+        passes: of the slowest stage.
+    """
+
+    name: str
+    job: Job | None
+    machine: Machine
+    notes: tuple[str, ...]
+    parameters: int
+    stage: Stage
+    work: Workload
+    resident_share: float
+    passes: Passes
+    params: int
+    grads: int
+    activations: int
+
+    @property
+    def states(self) -> int:
+        """Bytes of the states that a rank owns."""
+        return STATES * self.stage.owned
+
+
+def add_machine_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--machine",
+        metavar="PRESET|FILE",
+        help=f"{', '.join(preset_names())}, or a file of megatron-dos calibrate; default: this machine where it has "
+        f"been measured, else {_DEFAULT_MACHINE}",
+    )
+    parser.add_argument(
+        "--threads", type=int, default=0, metavar="N", help="CPU threads of a rank; default: its share of the cores"
+    )
+    parser.add_argument(
+        "--subgroup-size", type=int, default=0, metavar="N", help="parameters of a subgroup; default: automatic"
+    )
+    parser.add_argument(
+        "--grad-transfer",
+        choices=("fp32", "model"),
+        default="fp32",
+        help="how grads go to the CPU, as --dos-grad-transfer (%(default)s)",
+    )
+    parser.add_argument(
+        "--early-grads", action="store_true", help="send grads in the backward pass, as --dos-early-grad-slots does"
+    )
+    parser.add_argument(
+        "--resident-share",
+        type=_share,
+        default=0.0,
+        metavar="SHARE",
+        help="part of the states that stays on the GPU, as --dos-resident-share (%(default)s)",
+    )
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is out of range: give 0 to 1")
+    return value
+
+
+def machine_of(name: str | None) -> tuple[Machine, str]:
+    """The machine that --machine names, and a note on which it is.
+
+    Raises:
+        CommandError: there is none of that name, or the file holds none.
+    """
+    try:
+        if name is not None:
+            return load(name), ""
+        from megatron_dos.calibration import cached_machine
+
+        measured = cached_machine()
+        if measured is not None:
+            return measured, "no --machine: this machine, as it was measured"
+        return preset(
+            _DEFAULT_MACHINE
+        ), f"no --machine, and this one has not been measured: {_DEFAULT_MACHINE} is taken"
+    except MachineError as error:
+        raise CommandError(f"--machine: {error}") from error
+
+
+def scenario_of(job: Job, options: argparse.Namespace) -> Scenario:
+    """The job on the machine, with the options of `add_machine_flag`.
+
+    Raises:
+        CommandError: sizes or options that make no sense.
+    """
+    machine, note = machine_of(options.machine)
+    parameters = total_parameters(job.shape)
+    if parameters > MOST_PARAMETERS:
+        raise CommandError(f"{job.name}: {short(parameters)} parameters are beyond any machine; check its sizes")
+    found = stages(job.shape, job.layout)
+    stage = max(found, key=lambda each: each.owned)
+    training = job.training
+    narrow = training.grad_bytes == 2
+    work = _work(machine, options, job.name, stage.owned, job.layout.gpus)
+    work = replace(
+        work,
+        grad_bytes=2 if narrow and options.grad_transfer == "model" else 4,
+        param_bytes=training.param_bytes,
+        casts=narrow and options.grad_transfer == "fp32",
+    )
+    return Scenario(
+        name=job.name,
+        job=job,
+        machine=machine,
+        notes=(*job.notes, *([note] if note else [])),
+        parameters=parameters,
+        stage=stage,
+        work=work,
+        resident_share=options.resident_share,
+        passes=_passes(job, machine, found),
+        params=training.param_bytes * stage.parameters,
+        grads=training.grad_bytes * stage.parameters,
+        activations=_activations(job, found),
+    )
+
+
+def scenario_of_count(parameters: int, gpus: int, options: argparse.Namespace) -> Scenario:
+    """A model of which only the number of parameters is known: data parallel, 2048 tokens a GPU, all recomputed.
+
+    Raises:
+        CommandError: sizes or options that make no sense.
+    """
+    machine, note = machine_of(options.machine)
+    name = f"{short(parameters)} parameters"
+    owned = -(-parameters // gpus)
+    forward = 2 * parameters * 2048 / machine.matmul
+    about = "no shape: 2048 tokens a GPU, activations recomputed in full, no tensor or pipeline parallelism"
+    return Scenario(
+        name=name,
+        job=None,
+        machine=machine,
+        notes=(about, *([note] if note else [])),
+        parameters=parameters,
+        stage=Stage(dense=parameters, experts=0, owned=owned, layers=0),
+        work=_work(machine, options, name, owned, gpus),
+        resident_share=options.resident_share,
+        passes=Passes(forward, 3 * forward),
+        params=2 * parameters,
+        grads=4 * parameters,
+        activations=0,
+    )
+
+
+def _work(machine: Machine, options: argparse.Namespace, name: str, owned: int, gpus: int) -> Workload:
+    """The update of a rank with FP32 grads and 16-bit params, after a look at the options."""
+    from megatron_dos.perf_model import Workload
+
+    if owned > _MOST_OWNED:
+        raise CommandError(
+            f"{name}: each rank would own the states of {short(owned)} parameters; {short(_MOST_OWNED)} are beyond any "
+            "node's memory. Give more --gpus"
+        )
+    if not 0 <= options.threads <= 2 * machine.cores:
+        raise CommandError(f"--threads {options.threads}: {machine.name} has {machine.cores} cores")
+    least = -(-owned // _MOST_SUBGROUPS)
+    if options.subgroup_size and not least <= options.subgroup_size <= 2**40:
+        raise CommandError(f"--subgroup-size {options.subgroup_size}: give 0, which is automatic, or at least {least}")
+    return Workload(
+        parameters=owned,
+        ranks=min(gpus, machine.gpus),
+        threads=options.threads,
+        subgroup=options.subgroup_size,
+        early_grads=options.early_grads,
+    )
+
+
+# --- Forward and backward
+
+
+def _passes(job: Job, machine: Machine, found: list[Stage]) -> Passes:
+    layout, training = job.layout, job.training
+    slowest = max(_forward_flops(job, number, stage) for number, stage in enumerate(found))
+    bubble = 1 + (layout.pipeline - 1) / (training.micro_batches * layout.chunks)
+    forward = training.micro_batches * slowest / machine.matmul * bubble
+    return Passes(forward, forward * (3 if training.recompute == "full" else 2))
+
+
+def _forward_flops(job: Job, number: int, stage: Stage) -> float:
+    """Floating-point operations of one rank in the forward pass of a micro-batch."""
+    shape, layout, training = job.shape, job.layout, job.training
+    tokens = training.micro_batch * training.sequence / layout.context
+    words = shape.padded_vocab_size // layout.tensor * shape.hidden_size
+    multiplied = stage.dense - (words + shape.max_position_embeddings * shape.hidden_size if number == 0 else 0)
+    if number == layout.pipeline - 1 and number == 0 and not shape.untied:
+        multiplied += words  # the output layer multiplies with the embedding
+    if stage.experts:
+        multiplied += stage.experts * layout.expert * shape.experts_per_token / shape.num_experts
+    # Scores and their product with the values, of which a causal mask leaves half.
+    attention = stage.layers * 2 * training.sequence * shape.num_attention_heads * shape.kv_channels / layout.tensor
+    return tokens * (2 * multiplied + attention)
+
+
+def _activations(job: Job, found: list[Stage]) -> int:
+    """Bytes that one rank keeps for the backward pass, at their most: in the first stage, or the logits of the last."""
+    shape, layout, training = job.shape, job.layout, job.training
+    tokens = training.micro_batch * training.sequence // layout.context
+    hidden, tensor = shape.hidden_size, layout.tensor
+    query, kv = (heads * shape.kv_channels for heads in (shape.num_attention_heads, shape.num_query_groups))
+    inner = shape.moe_ffn_hidden_size * shape.experts_per_token if shape.num_experts else shape.ffn_hidden_size
+    divided = 2 * (query + 2 * kv) + 2 * query + 2 * inner * (3 if shape.gated else 2)
+    whole = 10 * hidden // (tensor if training.sequence_parallel else 1)
+    layer = whole + divided // tensor
+    kept = layer
+    extra = 0
+    if training.recompute == "full":
+        kept = 2 * hidden // (tensor if training.sequence_parallel else 1)
+        extra = layer  # the one that is being recomputed
+    in_flight = min(training.micro_batches * layout.chunks, layout.pipeline * layout.chunks + layout.pipeline - 1)
+    per_chunk = max(stage.layers for stage in found) / layout.chunks
+    first = tokens * (kept * per_chunk * (in_flight if layout.pipeline > 1 else 1) + extra)
+    logits = 6 * tokens * shape.padded_vocab_size // tensor  # 16 bits, and FP32 for the loss
+    last = tokens * (kept * per_chunk * layout.chunks + extra) + logits
+    return round(max(first, last))
+
+
+# --- An iteration
+
+
+def sends_early(name: str, work: Workload) -> str:
+    """How a system's grads come to the CPU: "step", in the step; "shown" or "hidden", in the backward pass.
+
+    The published logs show the copies of DeepSpeed's code on top of the backward pass (rivals.py).
+    """
+    if name.startswith(("full offload", "published")):
+        return "shown"
+    if work.early_grads and name.startswith(("ours", "SuperOffload")):
+        return "hidden"
+    return "step"
+
+
+def iteration_spans(scenario: Scenario, system: str, timeline: Timeline) -> list[Span]:
+    """Forward pass, backward pass with the grads that are sent during it, and the step, one after the other."""
+    from megatron_dos.measure import SubgroupTraffic, bytes_moved
+    from megatron_dos.schedule import OpKind, Placement
+
+    work, passes, machine = scenario.work, scenario.passes, scenario.machine
+    grads = sends_early(system, work)
+    in_fp32 = system.startswith(("SuperOffload", "HybridDeviceOptimizer"))
+    grad_bytes, param_bytes = (4, 4) if in_fp32 else (work.grad_bytes, work.param_bytes)
+    spans = [Span("gpu", "forward", 0.0, passes.forward)]
+    sent = [
+        (index, numel)
+        for index, (numel, place) in enumerate(zip(work.subgroups, timeline.program.placements, strict=True))
+        if place is Placement.HOST and grads != "step"
+    ]
+    computed, copied = passes.forward, 0.0
+    for index, numel in sent:
+        slice_s, copy_s = passes.backward / len(sent), grad_bytes * numel / machine.d2h_alone
+        spans.append(Span("gpu", "backward", computed, slice_s))
+        computed += slice_s
+        start = max(computed, copied)
+        args = {"subgroup": index, "bytes": grad_bytes * numel}
+        spans.append(Span("d2h", OpKind.GRAD_TO_HOST.value, start, copy_s, args))
+        copied = start + copy_s
+        if grads == "shown":
+            computed = copied
+    if not sent:
+        spans.append(Span("gpu", "backward", computed, passes.backward))
+        computed += passes.backward
+    traffic = [SubgroupTraffic(numel, grad_bytes * numel, param_bytes * numel) for numel in work.subgroups]
+    step = spans_of(timeline, bytes_moved(traffic), max(computed, copied))
+    # Copies of grads that were sent before take no time in the step.
+    return spans + [span for span in step if span.duration_s > 0 or span.name == OpKind.RELEASE_BUCKET.value]

@@ -1,0 +1,243 @@
+"""`megatron-dos simulate`: a whole iteration on the virtual clock, as a table, a picture and a trace."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_dos import __version__, trace
+from megatron_dos.commands import CommandError
+from megatron_dos.commands.megatron_flags import add_layout_flags, layout_overrides, read_job
+from megatron_dos.commands.scenario import (
+    MOST_PARAMETERS,
+    Scenario,
+    add_machine_flag,
+    iteration_spans,
+    scenario_of,
+    scenario_of_count,
+)
+from megatron_dos.commands.text import short, table
+from megatron_dos.files import new_files
+
+if TYPE_CHECKING:
+    from megatron_dos.device.clock import Timeline
+
+__all__ = ["add", "run"]
+
+_HELP = """\
+Run forward pass, backward pass and update of one rank on the virtual clock, for deep optimizer states and for the
+programs of other systems, with the rates of a machine. Prints a table; with --out, writes
+
+  iteration.png        the lanes of every program: what runs when, and how busy each lane is (needs matplotlib)
+  iteration.trace.json the same for https://ui.perfetto.dev, a row a lane
+
+The communication of parallel groups is not simulated, nor is memory checked: `megatron-dos plan` does that.
+
+Programs: {programs}"""
+
+_OURS = "ours"
+RIVALS = (
+    "full offload",
+    "full offload, page-locked params",
+    "published, k=2",
+    "published, k=3",
+    "published, k=1",
+    "GPU streaming",
+    "SuperOffload, no speculation",
+    "HybridDeviceOptimizer",
+)
+"""Those of `rivals.RIVALS`, which is not imported before it is needed."""
+_DEFAULT = ("ours", "published-k2", "full-offload", "gpu-streaming")
+_FILES = ("iteration.png", "iteration.trace.json")
+_LANES = ("cpu", "h2d", "d2h", "gpu")
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower().replace("=", "")).strip("-")
+
+
+def add(commands: Any) -> None:
+    programs = ["ours", *map(_slug, RIVALS)]
+    parser = commands.add_parser(
+        "simulate",
+        help="a timeline of a whole iteration, for this and other systems",
+        description=_HELP.format(programs=", ".join(programs)),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--model", metavar="NAME|FILE", help="as for megatron-dos plan")
+    model.add_argument("--parameters", metavar="N", help="parameters of a model without a shape, such as 15.3e9")
+    add_machine_flag(parser)
+    add_layout_flags(parser, argparse.SUPPRESS)
+    parser.add_argument(
+        "--programs",
+        nargs="+",
+        choices=[*programs, "all"],
+        default=list(_DEFAULT),
+        metavar="NAME",
+        help=f"which to run, or all (default: {' '.join(_DEFAULT)})",
+    )
+    parser.add_argument(
+        "--share", type=float, metavar="SHARE", help="of ours: what the GPU updates of what is not resident"
+    )
+    parser.add_argument("--stride", type=int, metavar="K", help="of ours: update one subgroup in K on the GPU instead")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write the picture and the trace there")
+    parser.add_argument("--overwrite", action="store_true", help="replace files of an earlier run in that folder")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=run, takes_more=True)
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.share is not None and options.stride is not None:
+        raise CommandError("--share and --stride both say what the GPU updates: give one")
+    if options.share is not None and not 0 <= options.share <= 1:
+        raise CommandError(f"--share {options.share}: give 0 to 1")
+    if options.stride is not None and options.stride < 1:
+        raise CommandError(f"--stride {options.stride}: give at least 1")
+    if options.out is not None:
+        _check_out(options)
+    scenario = _scenario(options)
+    tracks, rows = {}, []
+    for name, timeline in _timelines(scenario, options):
+        spans = iteration_spans(scenario, name, timeline)
+        tracks[name] = spans
+        rows.append(_row(scenario, name, timeline, spans))
+    written = _write(options, scenario, tracks) if options.out is not None else []
+    if options.json:
+        about = {"model": scenario.job.name, "machine": scenario.machine.name, "notes": list(scenario.notes)}
+        print(json.dumps({**about, "programs": rows, "files": [str(path) for path in written]}, indent=1))
+    else:
+        print(_page(scenario, rows, written))
+    return 0
+
+
+def _scenario(options: argparse.Namespace) -> Scenario:
+    overrides = [*layout_overrides(options), *options.more]
+    if options.model is not None:
+        return scenario_of(read_job(options.model, overrides), options)
+    try:
+        parameters = round(float(options.parameters))
+    except (ValueError, OverflowError):
+        raise CommandError(f"--parameters {options.parameters}: give a number, such as 15.3e9") from None
+    if not 1 <= parameters <= MOST_PARAMETERS:
+        raise CommandError(f"--parameters {options.parameters}: give 1 to {MOST_PARAMETERS:.0e}")
+    gpus = getattr(options, "gpus", 1)
+    others = [word for word in overrides if word not in ("--gpus", str(gpus))]
+    if others:
+        raise CommandError(f"{' '.join(others)}: only --gpus goes with --parameters; give a --model to divide it")
+    return scenario_of_count(parameters, gpus, options)
+
+
+def _timelines(scenario: Scenario, options: argparse.Namespace) -> Iterator[tuple[str, Timeline]]:
+    from megatron_dos import rivals
+
+    resident = Fraction(scenario.resident_share)
+    chosen = [name for name in (_OURS, *RIVALS) if "all" in options.programs or _slug(name) in options.programs]
+    for name in chosen:
+        if name != _OURS:
+            yield name, rivals.RIVALS[name](scenario.machine, scenario.work, resident)
+        elif options.share is None and options.stride is None:
+            yield name, rivals.ours(scenario.machine, scenario.work, resident)
+        else:
+            yield _ours_as_asked(scenario, options, resident)
+
+
+def _ours_as_asked(scenario: Scenario, options: argparse.Namespace, resident: Fraction) -> tuple[str, Timeline]:
+    from megatron_dos.perf_model import choose, on_the_clock, program_for
+
+    gpu = {"stride": options.stride} if options.stride is not None else {"gpu_share": options.share}
+    # Whether it fits is what `plan` tells: here memory has no end.
+    machine = replace(scenario.machine, gpu_memory=1e18, host_memory=1e18)
+    choice = choose(machine, scenario.work, resident_share=resident, **gpu)
+    work = replace(scenario.work, threads=choice.threads)
+    program = program_for(work, choice.host_share, resident)
+    asked = f"k={options.stride}" if options.stride is not None else f"GPU share {options.share:g}"
+    return f"ours, {asked}", on_the_clock(scenario.machine, work, program)
+
+
+def _row(scenario: Scenario, name: str, timeline: Timeline, spans: Sequence[trace.Span]) -> dict[str, Any]:
+    placed = list(zip(scenario.work.subgroups, timeline.program.placements, strict=True))
+    whole = sum(numel for numel, _ in placed)
+    began = max(span.end_s for span in spans) - timeline.makespan
+    lanes = trace.lanes_of(span for span in spans if span.start_s >= began)
+    return {
+        "program": name,
+        "iteration_s": began + timeline.makespan,
+        "forward_s": scenario.passes.forward,
+        "backward_s": began - scenario.passes.forward,
+        "update_s": timeline.makespan,
+        "parameters_per_second": scenario.work.parameters / timeline.makespan,
+        "share": {
+            place.value: sum(numel for numel, its in placed if its is place) / whole
+            for place in dict.fromkeys(its for _, its in placed)
+        },
+        "busy_in_update": {
+            lane: trace.busy_fraction(members, began, began + timeline.makespan)
+            for lane, members in lanes.items()
+            if lane in _LANES
+        },
+    }
+
+
+def _page(scenario: Scenario, rows: Sequence[dict[str, Any]], written: Sequence[Path]) -> str:
+    first = rows[0]["iteration_s"]
+    lines = [
+        [
+            row["program"],
+            *(f"{row[part]:.3f}" for part in ("forward_s", "backward_s", "update_s", "iteration_s")),
+            f"{row['iteration_s'] / first:.2f}",
+            f"{row['parameters_per_second'] / 1e9:.2f}",
+            *(f"{row['share'].get(place, 0):.0%}" for place in ("host", "streamed", "resident")),
+            *(f"{row['busy_in_update'].get(lane, 0):.0%}" for lane in _LANES),
+        ]
+        for row in rows
+    ]
+    header = ["program", "forward s", "backward s", "update s", "iteration s", "of first", "G params/s"]
+    header += ["on CPU", "streamed", "resident", *(f"{lane} busy" for lane in _LANES)]
+    work = scenario.work
+    parts = [
+        f"{scenario.name} on {scenario.machine.name}: one rank of {work.ranks} on its node, states of "
+        f"{short(work.parameters)} parameters in {len(work.subgroups)} subgroups",
+        table(header, lines),
+        *(f"note: {note}" for note in scenario.notes),
+        *(f"written: {path}" for path in written),
+    ]
+    return "\n\n".join(parts[:2]) + "".join(f"\n{part}" for part in parts[2:])
+
+
+# --- Files
+
+
+def _targets(options: argparse.Namespace) -> list[Path]:
+    return [options.out / name for name in _FILES]
+
+
+def _check_out(options: argparse.Namespace) -> None:
+    """Complain before anything is computed."""
+    if options.out.exists() and not options.out.is_dir():
+        raise CommandError(f"--out {options.out} is a file; give a folder")
+    there = [path.name for path in _targets(options) if path.exists()]
+    if there and not options.overwrite:
+        raise CommandError(f"--out {options.out} holds {', '.join(there)} already; name another folder, or --overwrite")
+
+
+def _write(options: argparse.Namespace, scenario: Scenario, tracks: trace.Tracks) -> list[Path]:
+    """Both files, or neither."""
+    title = f"{scenario.name} on {scenario.machine.name}, one rank of {scenario.work.ranks}"
+    about = {"made by": f"megatron-dos {__version__} simulate", "scenario": title, "notes": list(scenario.notes)}
+    targets = _targets(options)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        with new_files(targets, options.overwrite) as (picture, events):
+            trace.draw(picture, tracks, title)
+            trace.write_chrome_trace(events, tracks, about=about)
+    except (OSError, trace.MissingPlotLibraryError) as error:
+        raise CommandError(f"--out {options.out}: {error}") from error
+    return targets
