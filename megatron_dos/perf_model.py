@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import lru_cache
 
 from megatron_dos.device.clock import HostMemory, Rate, Sharing, Timeline, durations, fair_parts, simulate
 from megatron_dos.machine import Machine
@@ -49,6 +50,7 @@ __all__ = [
     "memory_fit",
     "on_the_clock",
     "optimum",
+    "placed",
     "program_for",
 ]
 
@@ -324,11 +326,17 @@ def program_for(work: Workload, host_share: Fraction | float, resident_share: Fr
     The GPU has nothing else to do while the first states are fetched.
     """
     numels = work.subgroups
-    shapes = [SubgroupShape((0, 0), numel, work.casts) for numel in numels]
     kept = round(len(numels) * Fraction(resident_share))
     of_rest = min(Fraction(host_share) / (1 - Fraction(resident_share)), Fraction(1)) if kept < len(numels) else 0
     placements = [*[Placement.RESIDENT] * kept, *mix(numels[kept:], of_rest)]
-    return build_program(shapes, placements, work.host_slots, work.device_slots)
+    return placed(tuple(placements), work.casts, work.host_slots, work.device_slots)
+
+
+@lru_cache(maxsize=1024)
+def placed(placements: tuple[Placement, ...], casts: bool, host_slots: int, device_slots: int) -> Program:
+    """The program of subgroups of one bucket at these places. Their sizes do not matter to it."""
+    shapes = [SubgroupShape((0, 0), 1, casts)] * len(placements)
+    return build_program(shapes, placements, host_slots, device_slots)
 
 
 def closed_form(
@@ -558,12 +566,14 @@ def choose(
     elif _memory(work, resident, streamed=True, host_share=Fraction(0)).gpu > room:
         given = count - kept  # no room for the slots of streamed subgroups
 
-    def best(machine: Machine, resident: Fraction, of_all: Callable[..., Estimate] = optimum) -> Estimate:
+    def best(
+        machine: Machine, work: Workload, resident: Fraction, of_all: Callable[..., Estimate] = optimum
+    ) -> Estimate:
         if given is None:
             return of_all(machine, work, resident)
         return closed_form(machine, work, min(Fraction(given, count), 1 - resident), resident)
 
-    found = best(machine, resident)
+    found = best(machine, work, resident)
     # With fewer threads than there are, the CPU is as slow as it should be.
     lanes = [lane for lane in found.lanes if lane != "cpu" or found.threads == _threads(machine, work)]
     limiting = max(lanes, key=found.lanes.__getitem__)
@@ -571,10 +581,12 @@ def choose(
     memory = memory_fit(machine, work, resident, streamed, found.host_share, room, free_host_memory)
     most_resident = max(Fraction(_room_for(work, machine.gpu_memory / 4), count), resident)
     more = {
-        "twice the CPU cores": best(_faster_cpu(machine), resident, closed_form_optimum),
-        "twice the link": best(_faster_link(machine), resident, closed_form_optimum),
-        "twice the host memory rate": best(replace(machine, dram=2 * machine.dram), resident, closed_form_optimum),
-        "a quarter of the GPU's memory for resident states": best(machine, most_resident, closed_form_optimum),
+        "twice the CPU cores": best(*_more_cores(machine, work), resident, closed_form_optimum),
+        "twice the link": best(_faster_link(machine), work, resident, closed_form_optimum),
+        "twice the host memory rate": best(
+            replace(machine, dram=2 * machine.dram), work, resident, closed_form_optimum
+        ),
+        "a quarter of the GPU's memory for resident states": best(machine, work, most_resident, closed_form_optimum),
     }
     helps = {name: more[name].seconds for name in sorted(more, key=lambda name: more[name].seconds)}
     return Choice(
@@ -600,9 +612,10 @@ def _room_for(work: Workload, free: float) -> int:
     return max(min(int(left // (STATE_BYTES * largest)), count), 0)
 
 
-def _faster_cpu(machine: Machine) -> Machine:
-    most = max(machine.cpu_update_max, machine.dram / FUSED_PASS)
-    return replace(machine, cpu_update_per_core=2 * machine.cpu_update_per_core, cpu_update_max=most)
+def _more_cores(machine: Machine, work: Workload) -> tuple[Machine, Workload]:
+    """Twice the cores: they reach together what host memory allows."""
+    most = max(machine.cpu_update_max, min(2 * machine.cpu_update_max, machine.dram / FUSED_PASS))
+    return replace(machine, cpu_update_max=most), replace(work, threads=2 * _threads(machine, work))
 
 
 def _faster_link(machine: Machine) -> Machine:
@@ -620,13 +633,16 @@ _LANE_NAMES = {
 
 
 def _reason(work: Workload, found: Estimate, limiting: str, helps: Mapping[str, float]) -> str:
-    rate = work.parameters / found.seconds / 1e9
-    busy = _percent(found.lanes[limiting] / found.seconds)
     threads = f"{found.threads} CPU thread{'s' if found.threads > 1 else ''}"
+    parts = {
+        "streamed through the GPU": found.streamed_share,
+        f"on {threads}": found.host_share,
+        "resident on the GPU": found.resident_share,
+    }
     text = (
-        f"{_percent(found.streamed_share)} streamed through the GPU, {_percent(found.host_share)} on {threads}, "
-        f"{_percent(found.resident_share)} resident: {_duration(found.seconds)} a step, {rate:.2f} G "
-        f"parameters/s a rank; {_LANE_NAMES[limiting]} is busy {busy} of it"
+        f"{', '.join(f'{_percent(share)} {where}' for where, share in parts.items() if share)}: "
+        f"{_duration(found.seconds)} a step, {work.parameters / found.seconds / 1e9:.2f} G parameters/s a rank; "
+        f"{_LANE_NAMES[limiting]} is busy {_percent(found.lanes[limiting] / found.seconds)} of it"
     )
     helper, seconds = next(iter(helps.items()))
     if seconds < 0.98 * found.seconds:

@@ -13,18 +13,18 @@ timeline of one step by that system's rules. What its CPU passes move, in bytes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import lru_cache
+from typing import Any
 
 from megatron_dos.device.clock import Timeline
 from megatron_dos.machine import Machine
-from megatron_dos.perf_model import HostPath, Workload, clock_optimum, on_the_clock, program_for
+from megatron_dos.perf_model import HostPath, Workload, clock_optimum, on_the_clock, placed, program_for
 from megatron_dos.schedule import (
     Placement,
     Program,
-    SubgroupShape,
-    build_program,
     every_kth_on_device,
     with_blocking_params,
     with_serial_copies,
@@ -51,18 +51,28 @@ TENSOR_NUMEL = 4_000_000
 """Parameters of a rank's part of an average tensor: an estimate, for HybridDeviceOptimizer's calls."""
 
 
-def _placements(work: Workload, resident: Fraction | float, rest: Callable[[int], list[Placement]]) -> list[Placement]:
-    """The first subgroups resident, the others as `rest` says for their number."""
-    count = len(work.subgroups)
-    kept = round(count * resident)
-    return [Placement.RESIDENT] * kept + rest(count - kept)
+@lru_cache(maxsize=1024)
+def _changed(change: Callable[[Program], Program], *of_program: Any) -> Program:
+    return change(placed(*of_program))
 
 
 def _program(
-    work: Workload, placements: list[Placement], host_slots: int | None = None, casts: bool = False
+    work: Workload,
+    resident: Fraction | float,
+    rest: Callable[[int], Sequence[Placement]],
+    host_slots: int | None = None,
+    casts: bool = False,
+    change: Callable[[Program], Program] = lambda program: program,
 ) -> Program:
-    shapes = [SubgroupShape((0, 0), numel, casts) for numel in work.subgroups]
-    return build_program(shapes, placements, host_slots or work.host_slots, work.device_slots)
+    """The first subgroups resident, the others as `rest` says for their number; `change` makes it wait for more."""
+    count = len(work.subgroups)
+    kept = round(count * resident)
+    placements = (*[Placement.RESIDENT] * kept, *rest(count - kept))
+    return _changed(change, placements, casts, host_slots or work.host_slots, work.device_slots)
+
+
+def _on_host(count: int) -> list[Placement]:
+    return [Placement.HOST] * count
 
 
 def full_offload(machine: Machine, work: Workload, resident: Fraction | float = 0, pinned: bool = False) -> Timeline:
@@ -71,9 +81,8 @@ def full_offload(machine: Machine, work: Workload, resident: Fraction | float = 
     The grads are on the host when the step begins. Nothing overlaps; `pinned` says that params are sent from
     page-locked memory.
     """
-    placements = _placements(work, resident, lambda count: [Placement.HOST] * count)
     path = HostPath(touched=PASSES, grad=0, param=work.param_bytes, pageable=not pinned)
-    return on_the_clock(machine, work, with_blocking_params(_program(work, placements)), path)
+    return on_the_clock(machine, work, _program(work, resident, _on_host, change=with_blocking_params), path)
 
 
 def published(
@@ -84,15 +93,14 @@ def published(
     The grads of the CPU's subgroups are on the host when the step begins. `passes` is what the CPU's passes move of
     host memory for a parameter.
     """
-    placements = _placements(work, resident, lambda count: list(every_kth_on_device(count, stride)))
+    program = _program(work, resident, lambda count: every_kth_on_device(count, stride), change=with_serial_copies)
     path = HostPath(touched=passes, grad=0, param=work.param_bytes)
-    return on_the_clock(machine, work, with_serial_copies(_program(work, placements)), path)
+    return on_the_clock(machine, work, program, path)
 
 
 def device_streaming(machine: Machine, work: Workload, resident: Fraction | float = 0) -> Timeline:
     """All that is not resident streamed through the GPU, both directions at once."""
-    placements = _placements(work, resident, lambda count: [Placement.STREAMED] * count)
-    return on_the_clock(machine, work, _program(work, placements))
+    return on_the_clock(machine, work, _program(work, resident, lambda count: [Placement.STREAMED] * count))
 
 
 def superoffload(machine: Machine, work: Workload, resident: Fraction | float = 0) -> Timeline:
@@ -101,18 +109,16 @@ def superoffload(machine: Machine, work: Workload, resident: Fraction | float = 
     The resident part is updated meanwhile. Its updates during the backward pass, before the norm of the grads is known,
     are left out: they have to be taken back when it is too large.
     """
-    placements = _placements(work, resident, lambda count: [Placement.HOST] * count)
     path = HostPath(touched=28, grad=0 if work.early_grads else 4, param=4)
-    return on_the_clock(machine, work, _program(work, placements, casts=True), path)
+    return on_the_clock(machine, work, _program(work, resident, _on_host, casts=True), path)
 
 
 def hybrid_device_optimizer(machine: Machine, work: Workload, resident: Fraction | float = 0) -> Timeline:
     """Megatron's HybridDeviceOptimizer with its copies overlapped: one fused AdamW call a tensor, FP32 both ways."""
-    placements = _placements(work, resident, lambda count: [Placement.HOST] * count)
     calls = max(work.subgroups) / TENSOR_NUMEL
     path = HostPath(touched=28, grad=4, param=4, overhead=calls * TENSOR_OVERHEAD)
     # Every parameter has buffers of its own on the host, so no copy waits for a slot.
-    return on_the_clock(machine, work, _program(work, placements, host_slots=len(work.subgroups)), path)
+    return on_the_clock(machine, work, _program(work, resident, _on_host, host_slots=len(work.subgroups)), path)
 
 
 def ours(machine: Machine, work: Workload, resident: Fraction | float = 0) -> Timeline:

@@ -5,12 +5,22 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dos.device.clock import FULL_DUPLEX, HALF_DUPLEX, Rate, Sharing, durations, simulate
+from megatron_dos.device.clock import (
+    FULL_DUPLEX,
+    HALF_DUPLEX,
+    HostMemory,
+    Rate,
+    Sharing,
+    durations,
+    fair_parts,
+    simulate,
+)
 from megatron_dos.schedule import (
     OpKind,
     Placement,
@@ -23,6 +33,8 @@ from megatron_dos.schedule import (
     every_kth_with_serial_copies,
     mix,
     static_split,
+    with_blocking_params,
+    with_serial_copies,
 )
 
 NUMEL = 100_000_000
@@ -223,3 +235,104 @@ def test_refuses_streams_without_a_lane_and_programs_in_no_valid_order():
 
 def test_an_empty_program_takes_no_time():
     assert simulate(build_program([], []), lambda op: 1.0).makespan == 0.0
+
+
+# --- host memory, and links that are not quite full duplex
+
+ONE_OF_EACH = [Placement.STREAMED, Placement.HOST]
+
+
+def ends_by_kind(program, timeline) -> dict[OpKind, float]:
+    return {op.kind: timeline.ends[op.index] for op in program.ops}
+
+
+def test_memory_is_divided_max_min_fairly():
+    assert fair_parts({"a": 10.0, "b": 20.0}, 100.0) == {"a": 10.0, "b": 20.0}
+    assert fair_parts({"a": 10.0, "b": 90.0, "c": 80.0}, 90.0) == {"a": 10.0, "c": 40.0, "b": 40.0}
+    assert fair_parts({"a": 50.0, "b": 50.0, "c": 50.0}, 90.0) == dict.fromkeys("abc", 30.0)
+    assert fair_parts({}, 1.0) == {}
+
+
+def test_operations_that_ask_for_more_memory_than_there_is_are_slowed_and_the_modest_are_not():
+    program = build_program([SubgroupShape((0, 0), 1, False)] * 2, ONE_OF_EACH)
+    seconds = {OpKind.STATES_TO_DEVICE: 4.0, OpKind.UPDATE_ON_HOST: 4.0}
+    moved = {OpKind.STATES_TO_DEVICE: 80.0, OpKind.UPDATE_ON_HOST: 400.0}  # 20 and 100 a second
+    memory = HostMemory(60.0, lambda op: moved.get(op.kind, 0.0))
+    timeline = simulate(program, lambda op: seconds.get(op.kind, 0.0), memory=memory)
+    ends = ends_by_kind(program, timeline)
+    # The copy gets its 20. The update gets 40 for 4 seconds, then 60: 160 + 60 t = 400.
+    assert ends[OpKind.STATES_TO_DEVICE] == 4.0
+    assert ends[OpKind.UPDATE_ON_HOST] == pytest.approx(8.0)
+    assert timeline.busy("cpu") == pytest.approx(8.0), "a slowed operation occupies its lane for longer"
+
+
+@settings(max_examples=100, deadline=None)
+@given(timed(), st.sampled_from(Sharing), st.floats(1.0, 50.0), st.data())
+def test_memory_gives_no_more_than_it_has_and_no_less_than_is_asked_for(made, sharing, per_second, data):
+    program, seconds, lanes = made
+    asked = data.draw(st.lists(st.sampled_from([0.0, 1.0, 7.0, 30.0]), min_size=len(OpKind), max_size=len(OpKind)))
+    per_kind = dict(zip(OpKind, asked, strict=True))
+
+    def moved(op):
+        return per_kind[op.kind] * seconds[op.index]
+
+    timeline = simulate(program, lambda op: seconds[op.index], lanes, sharing, HostMemory(per_second, moved))
+    free = simulate(program, lambda op: seconds[op.index], lanes, sharing)
+    total = math.fsum(moved(op) for op in program.ops)
+    assert timeline.makespan >= total / per_second - 1e-6
+    # Were lanes and memory used one after the other, it would take this long.
+    assert timeline.makespan <= math.fsum(seconds.values()) + total / per_second + 1e-6
+    for op, waits in zip(program.ops, program.predecessors(), strict=True):
+        assert timeline.starts[op.index] >= max((timeline.ends[i] for i in waits), default=0.0)
+        took = timeline.ends[op.index] - timeline.starts[op.index]
+        assert took >= max(seconds[op.index], moved(op) / per_second) - 1e-6
+    plenty = simulate(program, lambda op: seconds[op.index], lanes, sharing, HostMemory(1e6, moved))
+    assert plenty.ends == free.ends
+
+
+def test_two_directions_at_once_are_slower_than_one():
+    program = build_program([SubgroupShape((0, 0), 1, False)] * 2, ONE_OF_EACH)
+    seconds = {OpKind.STATES_TO_DEVICE: 4.0, OpKind.GRAD_TO_HOST: 1.0}
+    timeline = simulate(program, lambda op: seconds.get(op.kind, 0.0), together={"h2d": 0.5, "d2h": 0.25})
+    ends = ends_by_kind(program, timeline)
+    # The grad takes 4 seconds at a quarter of the rate; meanwhile 2 of the 4 seconds' worth of states have come.
+    assert ends[OpKind.GRAD_TO_HOST] == 4.0
+    assert ends[OpKind.STATES_TO_DEVICE] == 6.0
+
+
+def test_refuses_memory_and_links_that_make_no_sense():
+    program = build_program([SubgroupShape((0, 0), 1, False)], [Placement.HOST])
+    with pytest.raises(ValueError, match="per_second: must be positive"):
+        HostMemory(0.0, lambda op: 0.0)
+    with pytest.raises(ValueError, match="memory: -1 bytes for grad_to_host of subgroup 0"):
+        simulate(program, lambda op: 1.0, memory=HostMemory(1.0, lambda op: -1))
+    with pytest.raises(ValueError, match="5 bytes in no time for grad_to_host"):
+        simulate(program, lambda op: 0.0, memory=HostMemory(1.0, lambda op: 5))
+    for together in ({"h2d": 0.0}, {"h2d": 1.5}, {"tape": 0.5}):
+        with pytest.raises(ValueError, match="together: "):
+            simulate(program, lambda op: 1.0, together=together)
+
+
+# --- the programs of systems that wait
+
+
+@settings(max_examples=50, deadline=None)
+@given(timed())
+def test_with_blocking_params_updates_and_params_go_one_at_a_time(made):
+    program, _, _ = made
+    blocking = with_blocking_params(program)
+    assert [op.kind for op in blocking.ops] == [op.kind for op in program.ops]
+    timeline = simulate(blocking, lambda op: 1.0)
+    waited_for = (OpKind.UPDATE_ON_HOST, OpKind.UPDATE_ON_DEVICE, OpKind.PARAM_TO_DEVICE)
+    starts = [timeline.starts[op.index] for op in blocking.ops if op.kind in waited_for]
+    assert all(later >= earlier + 1.0 for earlier, later in pairwise(starts))
+
+
+def test_with_serial_copies_states_never_go_both_ways_at_once():
+    program = with_serial_copies(build_program(shapes(8), mix([NUMEL] * 8, 0.25)))
+    assert all(op.stream is not Stream.STATES_D2H for op in program.ops)
+    timeline = simulate(program, lambda op: 1.0)
+    copies = [op for op in program.ops if op.kind in (OpKind.STATES_TO_DEVICE, OpKind.STATES_TO_HOST)]
+    assert len(copies) == 12
+    starts = sorted(timeline.starts[op.index] for op in copies)
+    assert all(later >= earlier + 1.0 for earlier, later in pairwise(starts))

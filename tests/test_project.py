@@ -23,6 +23,7 @@ LAYERS = {
     "schedule": set(),
     "machine": set(),
     "perf_model": {"device", "machine", "partition", "schedule"},
+    "rivals": {"device", "machine", "perf_model", "schedule"},
     "reservations": set(),
     "states": {"kernels", "reservations"},
     "checkpoint": {"kernels", "states"},
@@ -52,7 +53,10 @@ LAYERS = {
 cpu_emulation. A program is a value of `schedule`; devices run programs, so they know its types."""
 
 KNOWS_NO_MEGATRON = tuple(part for part in LAYERS if part != "optimizer")
-KNOWS_NO_TORCH = ("partition", "schedule", "machine", "perf_model", "arguments", "files", "trace", "measure", "tuner")
+KNOWS_NO_TORCH = (
+    *("partition", "schedule", "machine", "perf_model", "rivals", "arguments"),
+    *("files", "trace", "measure", "tuner"),
+)
 
 
 def imported_modules(path: Path) -> Iterator[str]:
