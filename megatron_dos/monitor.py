@@ -12,7 +12,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
@@ -196,7 +196,8 @@ def _finish(reference: weakref.ref[StepMonitor]) -> None:
     """At exit: the last step may have been one to be traced."""
     monitor = reference()
     if monitor is not None:
-        monitor.collect(wait=True)
+        with suppress(RuntimeError):  # where the device has failed, that has been said
+            monitor.collect(wait=True)
 
 
 def _trace_folder(given: str) -> Path | None:

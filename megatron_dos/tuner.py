@@ -9,10 +9,11 @@ Each rank tunes for itself, from its own steps: its links and its CPUs may diffe
 the result depends on the share. What ranks must agree on, such as threads and host memory, does not depend on it
 either, so nothing is communicated. Equal measurements give equal choices.
 
-[Note: contention] Where host memory is the limit, every operation that uses it is slower than it would be alone, and
-rates measured there describe that one share only: they show every lane busy, whatever the share. That it is the limit
-shows in operations that take longer than they did with another share. Then what counts is bytes: the least that each
-operation has taken is its own cost, and host memory is a further lane with the rate that the step has just reached.
+[Note: contention] Where host memory is the limit, operations that use it are slower than they would be alone, and what
+they take describes that one share only: lanes look busy, whatever the share. That it is the limit shows in operations
+that take longer than they did with another share. Then what counts is bytes: host memory is a further lane, with the
+highest rate that a step has reached, and the least that each operation has taken is its own cost. Even that may have
+been slowed down, so once, for one trial, copies are taken to be faster alone than they were ever seen.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ START_SHARE = Fraction(1, 2)
 
 WARM_UP = 1  # steps that are not learned from: kernels are compiled, memory is touched for the first time
 WORTH_IT = 0.02  # a predicted gain below this part of the step is none
-CONTENDED = 1.05  # operations that take more than this factor longer than with another share hinder one another
+CONTENDED = 1.08  # operations that take longer than with another share by more than this factor hinder one another
 DRIFTED = 0.10  # steps that take this part more or less than before are another situation
 RECENT = 5  # steps of which a drift is told
 ENOUGH = 2  # steps with one share before it is settled on
+HOPE = 1.5  # how much faster than it was ever seen a copy may be alone
 MOST_MOVES = 6
 MOST_SHARES = 200  # that are compared
 MOST_SIMULATED = 12
@@ -57,6 +59,7 @@ _SAME_LINK = (
     (OpKind.STATES_TO_HOST, OpKind.GRAD_TO_HOST),
     (OpKind.GRAD_TO_HOST, OpKind.STATES_TO_HOST),
 )
+_COPIES = {known for known, _ in _SAME_LINK}
 _LANES = sorted(set(FULL_DUPLEX.values()))
 
 
@@ -167,7 +170,8 @@ class ShareTuner:
         self._on_host, self._streamed = (_amounts(program_at(Fraction(share)), self._numels) for share in (1, 0))
         self._link_bytes = _link_bytes(traffic)
         self._memory_bytes = _memory_bytes(self._link_bytes)
-        self._costs = _least_costs(self._link_bytes) | dict(costs or {})
+        self._known = _least_costs(self._link_bytes) | dict(costs or {})
+        self._costs = dict(self._known)
         self._measured: set[OpKind] = set()
         self._to_skip = WARM_UP
         self._placements = program_at(host_share).placements
@@ -178,6 +182,7 @@ class ShareTuner:
         self._moves = 0
         self._damping = Fraction(1)
         self._last_direction = 0
+        self._hoped = self._on_trial = False
         self._seen: dict[Fraction, _Seen] = {}
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._usual: float | None = None  # seconds of a step since it has settled
@@ -227,37 +232,53 @@ class ShareTuner:
 
     def _tune(self, figures: StepFigures, prefix: str = "") -> Decision | None:
         why = f"{prefix}{_utilisation(figures)}"
-        best, gain = self._best(_Model(self._costs))
+        if self._on_trial:
+            self._on_trial = False
+            if self._mean_seconds(self.host_share) > min(map(self._mean_seconds, self._seen)):
+                return self._settle(figures, why)
+        contended = self._contended()
+        best, gain = self._best(contended or _Model(self._costs))
+        hopes = False
         if gain < WORTH_IT:
             if len(self._seen[self.host_share].seconds) < ENOUGH:
                 return None
-            contended = self._contended()
-            if contended is not None:
-                best, gain = self._best(contended)
-                why += ", host memory is the limit"
-        if gain < WORTH_IT or self._moves == MOST_MOVES:
+            hopes, self._hoped = not self._hoped, True
+            if hopes:
+                best, gain = self._best(self._hope())
+        target = self._towards(best)
+        if gain < WORTH_IT or self._moves == MOST_MOVES or target in self._seen:
             return self._settle(figures, why)
-        direction = 1 if best > self.host_share else -1
+        self._moves += 1
+        self._on_trial = hopes
+        self._move_to(target)
+        if hopes:
+            why += "; on trial, should host memory be the limit"
+        elif contended is not None:
+            why += "; host memory is the limit"
+        return Decision(figures.step, target, f"{why}; a gain of {gain:.0%} is expected")
+
+    def _towards(self, best: Fraction) -> Fraction:
+        """The share to go to: `best`, or less far after every change of direction."""
+        direction = (best > self.host_share) - (best < self.host_share)
         if direction == -self._last_direction:
             self._damping /= 2
-        target = self.host_share + self._damping * (best - self.host_share)
-        if target in self._seen or self._program_at(target).placements == self._placements:
-            return self._settle(figures, why)
         self._last_direction = direction
-        self._moves += 1
-        self._move_to(target)
-        return Decision(figures.step, target, f"{why}; a gain of {gain:.0%} is expected")
+        count = len(self._numels)
+        return Fraction(round((self.host_share + self._damping * (best - self.host_share)) * count), count)
 
     def _settle(self, figures: StepFigures, why: str) -> Decision:
         self.settled = True
-        means = {share: statistics.fmean(seen.seconds) for share, seen in self._seen.items()}
-        fastest = min(means, key=means.__getitem__)
-        if means[fastest] < (1 - WORTH_IT) * means[self.host_share]:
-            why += f"; this share took {means[fastest]:.3f} s, the last {means[self.host_share]:.3f} s"
+        fastest = min(self._seen, key=self._mean_seconds)
+        least, now = self._mean_seconds(fastest), self._mean_seconds(self.host_share)
+        if least < (1 - WORTH_IT) * now:
+            why += f"; this share took {least:.3f} s, the last {now:.3f} s"
             self._move_to(fastest)
         else:
             why += f"; no other share promises {WORTH_IT:.0%} less"
         return Decision(figures.step, self.host_share, why)
+
+    def _mean_seconds(self, share: Fraction) -> float:
+        return statistics.fmean(self._seen[share].seconds)
 
     def _move_to(self, share: Fraction) -> None:
         self.host_share = share
@@ -303,16 +324,27 @@ class ShareTuner:
         )
 
     def _contended(self) -> _Model | None:
-        """The model of [Note: contention]; None if operations take no longer than with other shares."""
-        seen = self._seen[self.host_share]
-        least = {kind: min(s.costs.get(kind, cost) for s in self._seen.values()) for kind, cost in seen.costs.items()}
-        now, alone = (
-            sum(costs[kind] for kind in self._memory_bytes.keys() & costs.keys()) for costs in (seen.costs, least)
+        """The model of [Note: contention]; None if operations take about as long with every share."""
+        least = self._least()
+        slowest = max(
+            statistics.fmean(seen.costs[kind] / cost for kind, cost in least.items() if kind in seen.costs and cost > 0)
+            for seen in self._seen.values()
         )
-        if now <= CONTENDED * alone:
-            return None
-        rate = self._work(self.host_share, self._memory_bytes) / statistics.fmean(seen.seconds)
-        return _Model(self._costs | least, rate)
+        return _Model(self._costs | least, self._memory_rate()) if slowest > CONTENDED else None
+
+    def _hope(self) -> _Model:
+        """The same, with copies that are as fast as can be hoped for."""
+        costs = self._costs | self._least()
+        faster = {kind: min(costs[kind], max(self._known[kind], costs[kind] / HOPE)) for kind in _COPIES}
+        return _Model(costs | faster, self._memory_rate())
+
+    def _least(self) -> dict[OpKind, float]:
+        """What operations that use host memory have taken with the share with which they took least."""
+        kinds = self._memory_bytes.keys() & set().union(*(seen.costs for seen in self._seen.values()))
+        return {kind: min(seen.costs.get(kind, math.inf) for seen in self._seen.values()) for kind in kinds}
+
+    def _memory_rate(self) -> float:
+        return max(self._work(share, self._memory_bytes) / self._mean_seconds(share) for share in self._seen)
 
 
 def _amounts(program: Program, numels: Sequence[int]) -> dict[tuple[str, OpKind], int]:
