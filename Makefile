@@ -10,7 +10,7 @@ VENV := $(CURDIR)/.venv
 RUN := PATH="$(VENV)/bin:$$PATH" $(VENV)/bin/python
 TESTS ?=
 
-.PHONY: help setup demo test race-check lint readme reproduce bench-adam bench-step clean distclean
+.PHONY: help setup demo test race-check soak lint readme reproduce bench-adam bench-step clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -26,6 +26,9 @@ test: setup ## run all tests
 
 race-check: setup ## run the update in tens of thousands of random orders and without each of its dependencies
 	@$(RUN) scripts/race_check.py
+
+soak: setup ## train for 2,000 steps with checkpoints, changing shares and skips; compare with a run undisturbed
+	@$(RUN) scripts/soak.py
 
 lint: setup ## check the Python code with ruff
 	@$(RUN) -m ruff check .
