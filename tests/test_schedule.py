@@ -276,6 +276,34 @@ def test_host_device_runs_each_operation_once_in_order():
     assert ran == list(range(len(program.ops)))
 
 
+@pytest.mark.parametrize("host_slots", [0, 2])
+def test_host_device_waits_for_updates_before_any_other_operation(host_slots):
+    """In place, nothing but the release of the bucket comes between them, so they are in flight together."""
+    running: list[int] = []
+    most_running = 0
+
+    class Ticket:
+        def __init__(self, index: int) -> None:
+            nonlocal most_running
+            self.index = index
+            running.append(index)
+            most_running = max(most_running, len(running))
+
+        def wait(self) -> None:
+            running.remove(self.index)
+
+    def handle(op):
+        if op.stream is Stream.CPU:
+            return Ticket(op.index)
+        assert not running
+
+    shapes = [SubgroupShape((0, bucket), 1, True) for bucket in (0, 0, 0, 1)]
+    program = build_program(shapes, mix([1] * 4, 1), host_slots=host_slots)
+    HostDevice().run(program, dict.fromkeys(OpKind, handle), nothing)
+    assert not running
+    assert most_running == (1 if host_slots else 3)
+
+
 def test_a_program_that_is_in_no_valid_order_is_refused():
     program = build_program([SubgroupShape((0, 0), 1, True)], [Placement.HOST])
     broken = replace(program, ops=(replace(program.ops[0], depends_on=(1,)), *program.ops[1:]))

@@ -1,7 +1,8 @@
 """The inline device: runs a program's operations one after the other on the calling thread.
 
 It needs no GPU. Where the operations touch one, they are issued on the current stream and each is waited for before
-the next, so the result is the same and nothing overlaps.
+the next, so the result is the same and nothing overlaps. Only updates on the CPU that follow one another are handed to
+its worker threads together: a thread that is done with its part of one goes on with the next.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from typing import Any
 
 import torch
 
-from megatron_dos.schedule import Op, OpKind, Program, Resource
+from megatron_dos.schedule import Op, OpKind, Program, Resource, Stream
 
 __all__ = ["HostDevice"]
 
 
 class HostDevice:
-    """Runs operations in program order, each to its end."""
+    """Runs operations in program order, each to its end; updates on the CPU up to the next other operation."""
 
     shares_memory = True
 
@@ -54,17 +55,30 @@ class HostDevice:
         Raises:
             RuntimeError: an operation depends on one that comes after it: the program is not in a valid order.
         """
-        for op in program.ops:
-            if any(dependency >= op.index for dependency in op.depends_on):
-                raise RuntimeError(f"{op.kind.value} of subgroup {op.subgroup} depends on a later operation: {op}")
-            if op.kind is OpKind.EARLY_GRAD_TO_HOST and op.subgroup in self._begun:
-                continue
-            ticket = handlers[op.kind](op)
-            if ticket is not None:
-                ticket.wait()
-            else:
-                _finish()
+        updates: list[Any] = []
+        try:
+            for op in program.ops:
+                if any(dependency >= op.index for dependency in op.depends_on):
+                    raise RuntimeError(f"{op.kind.value} of subgroup {op.subgroup} depends on a later operation: {op}")
+                if op.kind is OpKind.EARLY_GRAD_TO_HOST and op.subgroup in self._begun:
+                    continue
+                if op.stream is not Stream.CPU:
+                    _wait_for(updates)
+                ticket = handlers[op.kind](op)
+                if ticket is not None:
+                    updates.append(ticket)
+                else:
+                    _finish()
+        finally:
+            _wait_for(updates)
         self._begun.clear()
+
+
+def _wait_for(tickets: list[Any]) -> None:
+    """Wait for all, and forget them."""
+    for ticket in tickets:
+        ticket.wait()
+    tickets.clear()
 
 
 def _finish() -> None:
