@@ -44,7 +44,7 @@ RANKS = 2
 COMMON = [*TINY, *LAYOUTS["overlap-buckets"][1], "--global-batch-size", "4", *PRECISIONS["fp16"]]
 COMMON += ["--dos-subgroup-size", "20000"]
 DISTURBED = ["--dos-overlap-grad-d2h", "on", "--dos-resident-share", "0.2", "--dos-gpu-share", "0.5"]
-GROWTH_LIMIT = 16 * 2**20
+GROWTH_LIMIT = 10 * 2**20
 """Bytes by which a rank may grow between the second checkpoint and the end. The allocators of a process settle within a
 few MiB, and the harness notes about 1 KiB a step; a copy of the states at each checkpoint would be 1.4 MiB."""
 PROGRESS = "SOAK_PROGRESS"

@@ -154,7 +154,20 @@ def grads_are_taken_when_they_first_arrive(replace: Replace = setattr) -> None:
 
 
 def buckets_are_released_at_once(replace: Replace = setattr) -> None:
-    """Case 6: the all-gather of a bucket, and with it the next forward pass, does not wait for its last write."""
+    """Case 6: the all-gather of a bucket, and with it the next forward pass, does not wait for its last write.
+
+    The gathers are over when they have been started, as on a fast network: else a slow one would hide the fault.
+    """
+    from megatron_dos.param_gather import EarlyParamGather
+
+    release = EarlyParamGather.release
+
+    def release_and_gather(self: Any, bucket: tuple[int, int]) -> None:
+        release(self, bucket)
+        for _, group in self._groups[: self._started]:
+            group.param_gather_handle.wait()
+
+    replace(EarlyParamGather, "release", release_and_gather)
     _without_waits(replace, lambda kind: kind.value == "release_bucket")
 
 

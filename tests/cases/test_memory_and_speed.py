@@ -26,6 +26,7 @@ from megatron_dos.operations import StepInputs
 from megatron_dos.schedule import OpKind, Placement, Stream, SubgroupShape, build_program, mix
 
 ROOT = Path(__file__).resolve().parents[2]
+CPP = ROOT / "cpp_adam" / "src"
 
 # ---- 19: memory -----------------------------------------------------------------------------------------------------
 
@@ -65,9 +66,9 @@ def test_case_19_device_memory_after_ten_steps(megatron, mutation):
 @fails_under(saves_keep_a_copy="resident size grows")
 def test_case_19_twenty_saves(megatron, mutation, tmp_path):
     (sizes,) = in_ranks(megatron, "resident_size_over_saves", 1, mutation, folder=str(tmp_path), saves=40)
-    # The first saves make the allocators of the process grow. A copy of the states takes 3 MiB.
+    # The first saves make the allocators of the process grow. Copies of the states would be 60 MiB.
     grown = (sizes[39] - sizes[19]) / 2**20
-    assert grown < 8, f"resident size grows by {grown:.0f} MiB over 20 saves"
+    assert grown < 16, f"resident size grows by {grown:.0f} MiB over 20 saves"
 
 
 # ---- 20: threads ----------------------------------------------------------------------------------------------------
@@ -235,22 +236,27 @@ def test_case_23_the_module_runs_on_an_older_cpu():
     assert finished.stdout.strip() == "['scalar']", finished.stderr
 
 
-@NEEDS_EMULATOR
-@pytest.mark.parametrize("protected", [True, False], ids=["as it is", "without run-time dispatch"])
-def test_case_23_an_illegal_instruction_is_never_met(tmp_path, protected):
-    sources = ROOT / "cpp_adam" / "src"
-    (tmp_path / "main.cpp").write_text(UPDATE_WITH_THE_BEST)
-    # The mutation: every CPU is taken to have every instruction set.
-    flags = [] if protected else ["-D__builtin_cpu_supports(name)=1"]
-    objects = []
-    for name, of_isa in (
-        *((name, []) for name in ("kernels", "kernel_scalar")),
+@pytest.fixture(scope="module")
+def kernel_objects(tmp_path_factory):
+    """The kernels of each instruction set, compiled, and a program that updates with the one that is chosen."""
+    folder = tmp_path_factory.mktemp("kernels")
+    (folder / "main.cpp").write_text(UPDATE_WITH_THE_BEST)
+    for name, flags in (
+        ("kernel_scalar", []),
         ("kernel_avx2", ["-mavx2", "-mf16c"]),
         ("kernel_avx512", ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]),
     ):
-        objects.append(tmp_path / f"{name}.o")
-        compile_one(sources / f"{name}.cpp", objects[-1], [*flags, *of_isa, "-c", "-w"])
-    compile_one(tmp_path / "main.cpp", tmp_path / "main", [f"-I{sources}", *map(str, objects)])
+        compile_one(CPP / f"{name}.cpp", folder / f"{name}.o", *flags, "-c")
+    compile_one(folder / "main.cpp", folder / "main.o", f"-I{CPP}", "-c")
+    return list(folder.glob("*.o"))
+
+
+@NEEDS_EMULATOR
+@pytest.mark.parametrize("protected", [True, False], ids=["as it is", "without the choice at run time"])
+def test_case_23_an_illegal_instruction_is_never_met(tmp_path, kernel_objects, protected):
+    # The mutation: every CPU is taken to have every instruction set.
+    without = [] if protected else ["-D__builtin_cpu_supports(name)=1"]
+    compile_one(CPP / "kernels.cpp", tmp_path / "main", *without, *kernel_objects)
     finished = subprocess.run([*OTHER_CPU, tmp_path / "main"], capture_output=True, text=True, timeout=60, check=False)
     if protected:
         assert finished.stdout.split() == ["scalar", "updated"], finished
@@ -259,8 +265,8 @@ def test_case_23_an_illegal_instruction_is_never_met(tmp_path, protected):
         assert "updated" not in finished.stdout
 
 
-def compile_one(source, target, flags):
-    subprocess.run(["g++", "-std=c++17", "-O0", str(source), *flags, "-o", str(target)], check=True)
+def compile_one(source, target, *more):
+    subprocess.run(["g++", "-std=c++17", "-O0", "-w", source, *more, "-o", target], check=True)
 
 
 @fails_under(tickets_are_waited_for_in_the_open="error of the clean-up")
