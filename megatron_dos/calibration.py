@@ -24,6 +24,7 @@ from megatron_dos.files import new_file
 from megatron_dos.machine import Machine, MachineError, load
 
 __all__ = [
+    "CacheError",
     "cache_file",
     "cached_machine",
     "cpu_model",
@@ -37,6 +38,10 @@ __all__ = [
 ]
 
 _logger = logging.getLogger(__name__)
+
+
+class CacheError(Exception):
+    """The cache folder cannot be written; the message says why and what to do."""
 
 
 def cached_machine() -> Machine | None:
@@ -60,13 +65,24 @@ def store(machine: Machine) -> Path:
     """Keep a machine, whose fingerprint is that of this node, for `cached_machine`; its file.
 
     Raises:
-        OSError: the cache folder cannot be written.
+        CacheError: it cannot be kept.
     """
     path = cache_file(machine.fingerprint)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with new_file(path, overwrite=True) as temporary:
-        temporary.write_text(machine.as_json(), encoding="utf-8")
+    with _cache_errors():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with new_file(path, overwrite=True) as temporary:
+            temporary.write_text(machine.as_json(), encoding="utf-8")
     return path
+
+
+@contextlib.contextmanager
+def _cache_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CacheError(
+            f"the calibration cannot be kept: {error}. Set XDG_CACHE_HOME to a folder that can be written"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -74,11 +90,16 @@ def locked(expected: str) -> Iterator[Machine | None]:
     """Hold off other processes that would measure this machine; what one of them measured while this one waited.
 
     Where the file system has no locks, several may measure; each file that they write is whole all the same.
+
+    Raises:
+        CacheError: the cache folder cannot be written.
     """
     began = time.time()
     path = cache_file(expected)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_suffix(".lock"), "a") as lock:
+    with _cache_errors():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(path.with_suffix(".lock"), "a")  # noqa: SIM115 (closed below)
+    with lock:
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         fresh = path.exists() and path.stat().st_mtime >= began

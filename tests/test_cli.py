@@ -114,3 +114,31 @@ def test_closed_output_is_no_traceback(tree):
         ["bash", "-c", command], capture_output=True, text=True, cwd=megatron_trees.ROOT, check=False
     )
     assert "Traceback" not in finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("doctor", ["Exit status", "--json"]),
+        ("calibrate", ["XDG_CACHE_HOME", "--ranks", "--again", "preset"]),
+        ("plan", ["llama3-70b", "--tensor-parallel", "--machine", "h100-pcie5"]),
+        ("simulate", ["iteration.trace.json", "published-k2", "hybriddeviceoptimizer", "--out"]),
+    ],
+)
+def test_help_of_the_planning_commands_needs_no_torch(command, words):
+    code = (
+        "import sys; sys.modules.update(torch=None, megatron=None, numpy=None, matplotlib=None, yaml=None); "
+        "from megatron_dos import cli; cli.main([sys.argv[1], '--help'])"
+    )
+    finished = megatron_trees.run_python(code, command)
+    assert finished.returncode == 0, finished.stderr
+    assert all(word in finished.stdout for word in words)
+
+
+def test_only_plans_take_flags_of_megatron(tree, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["patch", str(tree), "--tensor-model-parallel-size", "2"])
+    assert exit_.value.code == 2
+    assert "unrecognized arguments: --tensor-model-parallel-size 2" in capsys.readouterr().err
+    assert cli.main(["patch", str(tree)]) == 0
+    assert capsys.readouterr().out.startswith("patched")

@@ -111,10 +111,8 @@ def _measured_by_one(options: argparse.Namespace, fallback: Machine) -> Machine:
             found = measure(ranks, sizes_for(ranks, options.threads), options.seconds, fallback, expected)
             calibration.store(found)
             return found
-    except OSError as error:
-        raise CommandError(
-            f"the calibration cannot be kept: {error}. Set XDG_CACHE_HOME to a folder of yours"
-        ) from error
+    except calibration.CacheError as error:
+        raise CommandError(str(error)) from error
 
 
 def sizes_for(ranks: int, threads: int = 0) -> Sizes:

@@ -111,7 +111,7 @@ def run(options: argparse.Namespace) -> int:
         rows.append(_row(scenario, name, timeline, spans))
     written = _write(options, scenario, tracks) if options.out is not None else []
     if options.json:
-        about = {"model": scenario.job.name, "machine": scenario.machine.name, "notes": list(scenario.notes)}
+        about = {"model": scenario.name, "machine": scenario.machine.name, "notes": list(scenario.notes)}
         print(json.dumps({**about, "programs": rows, "files": [str(path) for path in written]}, indent=1))
     else:
         print(_page(scenario, rows, written))

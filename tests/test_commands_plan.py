@@ -1,0 +1,222 @@
+"""`megatron-dos plan`: what it says follows from the model's shape and from the performance model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from fractions import Fraction
+
+import pytest
+
+from megatron_dos import cli, perf_model, rivals
+from megatron_dos.machine import preset
+
+ARGUMENTS = ["plan", "--model", "20b", "--gpus", "4", "--tensor-parallel", "2", "--machine", "h100-pcie5"]
+ARGUMENTS += ["--subgroup-size", "100000000"]
+
+
+@pytest.fixture(autouse=True)
+def no_calibration(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+_known: dict[tuple[str, ...], str] = {}
+
+
+@pytest.fixture
+def plan(capsys):
+    """Runs the command with --json, once for the same arguments."""
+
+    def run(*arguments: str) -> dict:
+        if arguments not in _known:
+            assert cli.main([*arguments, "--json"]) == 0
+            _known[arguments] = capsys.readouterr().out
+        return json.loads(_known[arguments])
+
+    return run
+
+
+def error_of(capsys, *arguments: str) -> str:
+    assert cli.main(list(arguments)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    return err
+
+
+def test_memory_with_and_without_is_that_of_the_shape(plan):
+    found = plan(*ARGUMENTS)
+    rank, gpu, host = found["rank"], found["gpu_memory_bytes"], found["host_memory_bytes"]
+    assert found["model"]["parameters"] == 15_326_663_680
+    # Tensor parallelism divides all but the norms; two data-parallel ranks divide the states.
+    norms = 81 * 5120
+    assert rank["parameters"] == (15_326_663_680 - norms) // 2 + norms
+    assert rank["owned_parameters"] == rank["parameters"] // 2
+    assert gpu["params"] == 2 * rank["parameters"]
+    assert gpu["grads"] == 4 * rank["parameters"]
+    assert gpu["states_without"] == 12 * rank["owned_parameters"]
+    assert gpu["without"] == gpu["params"] + gpu["grads"] + gpu["states_without"] + gpu["activations"]
+    kept = gpu["params"] + gpu["grads"]
+    assert gpu["with"] == kept + max(gpu["activations"], gpu["slots_during_the_step"])
+    assert host["states"] == 4 * 12 * rank["owned_parameters"]
+    assert host["with"] == host["states"] + host["slots"]
+
+
+def test_resident_states_move_from_the_host_to_the_gpu(plan):
+    found = plan(*ARGUMENTS, "--resident-share", "0.25")
+    gpu, host = found["gpu_memory_bytes"], found["host_memory_bytes"]
+    part = gpu["resident_states"] / gpu["states_without"]
+    assert part == pytest.approx(0.25, abs=0.01)
+    assert host["states"] == pytest.approx(4 * 0.75 * gpu["states_without"], rel=0.02)
+    assert found["choice"]["resident_share"] == pytest.approx(part)
+
+
+def test_choice_and_times_are_those_of_the_performance_model(plan):
+    found = plan(*ARGUMENTS)
+    machine, rank = preset("h100-pcie5"), found["rank"]
+    work = perf_model.Workload(parameters=rank["owned_parameters"], ranks=4, subgroup=100_000_000)
+    free = machine.gpu_memory - found["gpu_memory_bytes"]["params"] - found["gpu_memory_bytes"]["grads"]
+    choice = perf_model.choose(machine, work, free_gpu_memory=free, resident_share=0)
+    assert found["choice"]["reason"] == choice.reason
+    assert found["choice"]["limited_by"] == choice.limiting
+    assert found["choice"]["step_seconds_with"] == dict(choice.helps)
+    assert rank["subgroups"] == len(work.subgroups)
+    systems = {system["name"]: system for system in found["systems"]}
+    assert list(systems) == ["ours", *rivals.RIVALS, "states on the GPU: stock Megatron"]
+    for name, rival in {"ours": rivals.ours, **rivals.RIVALS}.items():
+        assert systems[name]["update_s"] == rival(machine, work, Fraction(0)).makespan
+    stock = systems["states on the GPU: stock Megatron"]
+    assert stock["update_s"] == work.parameters / machine.gpu_update
+    assert (stock["fits"], systems["ours"]["fits"]) == (False, True)
+
+
+def test_iteration_is_the_passes_the_grads_that_are_not_hidden_and_the_update(plan):
+    found = plan(*ARGUMENTS)
+    machine, passes = preset("h100-pcie5"), found["passes_seconds"]
+    systems = {system["name"]: system for system in found["systems"]}
+    both = passes["forward"] + passes["backward"]
+    ours = systems["ours"]
+    assert ours["iteration_s"] == pytest.approx(both + ours["update_s"])
+    full = systems["full offload"]
+    sent = 4 * found["rank"]["owned_parameters"] / machine.d2h_alone
+    assert full["iteration_s"] == pytest.approx(both + sent + full["update_s"])
+
+
+def test_passes_are_floating_point_operations_over_the_machines_rate(plan):
+    found = plan("plan", "--model", "13b", "--gpus", "8", "--machine", "h200", "--micro-batch-size", "2")
+    tokens, words = 2 * 2048, 50304 * 5120
+    attention = 40 * 2 * 2048 * 40 * 128
+    forward = tokens * (2 * (11_315_860_480 - words) + attention) / preset("h200").matmul
+    assert found["passes_seconds"]["forward"] == pytest.approx(forward)
+    assert found["passes_seconds"]["backward"] == pytest.approx(3 * forward)  # with all activations recomputed
+    kept = plan(
+        *("plan", "--model", "13b", "--gpus", "8", "--machine", "h200", "--micro-batch-size", "2"),
+        *("--recompute-granularity", "selective", "--global-batch-size", "64"),
+    )
+    assert kept["passes_seconds"]["forward"] == pytest.approx(4 * forward)
+    assert kept["passes_seconds"]["backward"] == pytest.approx(8 * forward)
+
+
+def test_pipeline_adds_its_bubble_and_its_slowest_stage_counts(plan):
+    flags = ("plan", "--model", "llama2-7b", "--gpus", "4", "--machine", "h200")
+    whole = plan(*flags)["passes_seconds"]["forward"]
+    staged = plan(*flags, "--pipeline-parallel", "4", "--global-batch-size", "8")["passes_seconds"]["forward"]
+    # 8 micro-batches through 4 stages, of which the last has the output layer; one rank's work before was 1.
+    assert 8 / 4 * (1 + 3 / 8) * whole < staged < 8 / 4 * (1 + 3 / 8) * whole * 1.1
+
+
+def test_activations_of_a_classical_layer_are_34_bytes_a_token_and_channel(plan, tmp_path):
+    path = tmp_path / "gpt.txt"
+    path.write_text(
+        "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --max-position-embeddings 2048 --seq-length 2048 "
+        "--vocab-size 51200 --bf16"
+    )
+    gpu = plan("plan", "--model", str(path), "--machine", "h200")["gpu_memory_bytes"]
+    assert gpu["activations"] == 2048 * 1024 * 34 * 24 + 6 * 2048 * 51200
+    halved = plan(
+        *("plan", "--model", str(path), "--machine", "h200", "--gpus", "2", "--tensor-parallel", "2"),
+        "--sequence-parallel",
+    )
+    assert halved["gpu_memory_bytes"]["activations"] == gpu["activations"] / 2
+
+
+def test_grads_in_16_bits_are_half_the_memory_and_may_be_sent_so(plan):
+    flags = (*ARGUMENTS, "--grad-reduce-in-bf16")
+    found = plan(*flags)
+    assert found["gpu_memory_bytes"]["grads"] == found["gpu_memory_bytes"]["params"]
+    machine, owned = preset("h100-pcie5"), found["rank"]["owned_parameters"]
+    for transfer, work in (
+        ("fp32", perf_model.Workload(parameters=owned, ranks=4, subgroup=100_000_000, grad_bytes=4, casts=True)),
+        ("model", perf_model.Workload(parameters=owned, ranks=4, subgroup=100_000_000, grad_bytes=2)),
+    ):
+        given = plan(*flags, "--grad-transfer", transfer, "--threads", "0")
+        assert given["systems"][0]["update_s"] == rivals.ours(machine, work).makespan
+
+
+def test_ranks_of_a_node_are_those_of_the_machine(plan):
+    assert plan(*ARGUMENTS)["layout"]["ranks_per_node"] == 4
+    assert plan("plan", "--model", "7b", "--gpus", "16", "--machine", "h100-pcie5")["layout"]["ranks_per_node"] == 4
+    assert plan("plan", "--model", "7b", "--gpus", "2", "--machine", "h100-pcie5")["layout"]["ranks_per_node"] == 2
+
+
+def test_page_has_the_figures(capsys):
+    assert cli.main(ARGUMENTS) == 0
+    page = capsys.readouterr().out
+    for text in (
+        "20b: 15,326,663,680 parameters",
+        "data 2, tensor 2",
+        "DOES NOT FIT",
+        "HybridDeviceOptimizer",
+        "states on the GPU: stock Megatron",
+        "limited by: dram",
+        "with a quarter of the GPU's memory for resident states:",
+    ):
+        assert text in page
+
+
+def test_machine_may_be_a_file_or_the_measured_one(plan, capsys, tmp_path):
+    path = tmp_path / "node.json"
+    path.write_text(preset("rtx4090").as_json())
+    found = plan("plan", "--model", "7b", "--gpus", "8", "--tensor-parallel", "8", "--machine", str(path))
+    assert found["machine"]["name"] == "rtx4090"
+    unmeasured = plan("plan", "--model", "7b", "--gpus", "4")
+    assert any("has not been measured: h100-pcie5 is taken" in note for note in unmeasured["notes"])
+
+
+def test_states_that_exceed_the_nodes_memory_are_refused_with_numbers(capsys, tmp_path):
+    path = tmp_path / "node.json"
+    path.write_text(dataclasses.replace(preset("h100-pcie5"), host_memory=64e9).as_json())
+    error = error_of(capsys, "plan", "--model", "7b", "--gpus", "2", "--machine", str(path))
+    assert "7b on 2 GPUs: the update needs 7" in error
+    assert "and 64.0 GB are free" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "14b"], "neither a file nor a known model"),
+        (["--model", "13b", "--machine", "abacus"], "--machine: abacus: neither a readable file"),
+        (["--model", "13b", "--gpus", "3", "--tensor-parallel", "2"], "--gpus 3 cannot be divided"),
+        (
+            ["--model", "20b", "--machine", "rtx4090"],
+            "params and grads of a rank need 85.6 GiB, and a GPU of rtx4090 has",
+        ),
+        (["--model", "13b", "--gpus", "1", "--tensor-parallel", "1", "--machine", "rtx4090"], "divide the model"),
+        (["--model", "13b", "--threads", "-1"], "--threads -1: h100-pcie5 has 96 cores"),
+        (["--model", "13b", "--threads", "1000"], "--threads 1000: h100-pcie5 has 96 cores"),
+        (["--model", "13b", "--subgroup-size", "10"], "--subgroup-size 10: give 0, which is automatic, or at least"),
+        (["--model", "13b", "--num-layers", "10000", "--hidden-size", "1000000"], "parameters are beyond any machine"),
+        (["--model", "llama3-405b"], "each rank would own the states of 405.9B parameters"),
+        (["--model", "13b", "--sub", "1"], "--sub 1: not a flag of this command"),
+    ],
+)
+def test_what_cannot_be_is_one_clear_error(arguments, message, capsys):
+    assert message in error_of(capsys, "plan", *arguments)
+
+
+@pytest.mark.parametrize("arguments", [["--resident-share", "2"], ["--gpus", "0"], ["--gpus", "x"], []])
+def test_wrong_values_are_wrong_usage(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["plan", *(["--model", "13b"] if arguments else []), *arguments])
+    assert exit_.value.code == 2
+    assert "usage: megatron-dos plan" in capsys.readouterr().err
