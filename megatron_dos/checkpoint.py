@@ -60,9 +60,13 @@ class Handouts:
         _all_handouts.add(self)
 
     def add(self, views: Iterable[torch.Tensor]) -> None:
-        """Watch `views`, each of which has a storage of its own over memory of the states."""
+        """Watch those of `views` that have a storage of their own over host memory of the states. The others are copies,
+        or on the device, which writers copy from before they fork."""
         self._storages = [reference for reference in self._storages if not reference.expired()]
-        self._storages += [StorageWeakRef(view.untyped_storage()) for view in views if view.numel()]
+        for view in views:
+            storage = view.untyped_storage()
+            if view.device.type == "cpu" and storage.nbytes() == view.nbytes > 0:
+                self._storages.append(StorageWeakRef(storage))
 
     def detach(self) -> int:
         """Give every view that is still in use its own copy of its values; returns how many bytes were copied."""

@@ -10,14 +10,16 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoints import WAYS
-from harness import LAYOUTS, PRECISIONS, ROOT, TINY, Megatron
+from harness import LAYOUTS, PRECISIONS, ROOT, TINY, CaseFailure, Megatron, assert_same_bits, same_bits
 
 PAGE = ROOT / "docs" / "checkpoints.md"
 BEGIN, END = "<!-- table of tests/e2e/test_checkpoints.py: begin -->", "<!-- end -->"
 # dp4 needs eight sequences a batch, and a checkpoint can only be loaded with the batch that it was saved with.
-COMMON = [*TINY, *PRECISIONS["bf16"], "--dos-subgroup-size", "3000", "--global-batch-size", "8"]
-STOCK = [argument for argument in COMMON if argument not in ("--dos-subgroup-size", "3000")]
+STOCK = [*TINY, *PRECISIONS["bf16"], "--global-batch-size", "8"]
+# Small subgroups, and a part of the states on the device: one parameter's are in both places then.
+COMMON = [*STOCK, "--dos-subgroup-size", "3000", "--dos-resident-share", "0.3"]
 EXPERTS = ["--num-experts", "4", "--expert-model-parallel-size"]
 
 SOURCES = {"dp2": LAYOUTS["dp2"], "ep2": (2, [*EXPERTS, "2"])}
@@ -153,3 +155,164 @@ def test_the_page_has_the_table_of_these_tests(matrix):
     if os.environ.get("UPDATE_DOCS"):
         PAGE.write_text(expected, encoding="utf-8")
     assert PAGE.read_text(encoding="utf-8") == expected, "UPDATE_DOCS=1 writes the table anew"
+
+
+# ---- The life of a training around its checkpoints ------------------------------------------------------------------
+
+DP2 = LAYOUTS["dp2"][1]
+SUBGROUPS = ["--dos-subgroup-size", "3000"]
+
+
+@pytest.mark.parametrize(
+    ("precision", "flags"),
+    [
+        ("fp16", ["--ckpt-format", "torch"]),
+        ("fp16", ["--dist-ckpt-optim-fully-reshardable"]),
+        ("fp32", []),
+        ("fp32", ["--ckpt-format", "torch"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value) or "torch_dist",
+)
+def test_a_resumed_training_is_the_unbroken_one(megatron, tmp_path, precision, flags):
+    common = [*TINY, *DP2, *PRECISIONS[precision], *SUBGROUPS]
+    megatron.train([*common, *flags], 2, "dos", 4, save=tmp_path)
+    resumed = megatron.train([*common, *flags], 2, "dos", 7, load=tmp_path)
+    unbroken = megatron.train(common, 2, "dos", 7)
+    assert_same_end(resumed, unbroken)
+    assert resumed.losses == unbroken.losses[4:]
+    assert resumed.loss_scales == unbroken.loss_scales[4:]
+
+
+@pytest.fixture(scope="module")
+def stock_checkpoint(megatron, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("stock")
+    megatron.train([*TINY, *DP2, "--bf16"], 2, "numpy", 3, save=folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--override-opt_param-scheduler", "--lr-decay-style", "linear", "--weight-decay", "0.01"],
+        ["--use-checkpoint-opt_param-scheduler", "--lr-decay-style", "linear", "--lr-warmup-iters", "5"],
+        ["--no-load-optim", "--no-load-rng", "--override-opt_param-scheduler", "--adam-beta2", "0.9"],
+    ],
+    ids=lambda flags: flags[0],
+)
+def test_settings_that_change_at_a_load_mean_what_they_mean_to_the_stock_optimizer(megatron, stock_checkpoint, flags):
+    common = [*TINY, *DP2, "--bf16", *flags]
+    ours, stock = (megatron.train(common, 2, optimizer, 6, load=stock_checkpoint) for optimizer in ("dos", "numpy"))
+    assert_same_bits(ours, stock)
+
+
+def test_another_learning_rate_is_refused_at_a_load_as_by_the_stock_optimizer(megatron, stock_checkpoint):
+    common = [*TINY, *DP2, "--bf16", "--override-opt_param-scheduler", "--lr", "5e-4"]
+    for optimizer in ("dos", "numpy"):  # Megatron tells param groups apart by their largest learning rate, too
+        with pytest.raises(CaseFailure, match=r"KeyError: \(None, 0.0005, 0.0001"):
+            megatron.train(common, 2, optimizer, 6, load=stock_checkpoint)
+
+
+def test_main_params_come_from_an_fp32_checkpoint_unrounded(megatron, tmp_path):
+    saved = megatron.train([*TINY, *DP2, "--ckpt-format", "torch"], 2, "numpy", 3, save=tmp_path)
+    flags = ["--bf16", "--ckpt-format", "torch", "--no-load-optim", "--no-load-rng", "--load-main-params-from-ckpt",
+             "--override-opt_param-scheduler"]  # fmt: skip
+    ours, stock = (
+        megatron.train([*TINY, *DP2, *flags], 2, optimizer, 5, load=tmp_path, inspect="hooks:state_at_start")
+        for optimizer in ("dos", "numpy")
+    )
+    assert_same_bits(ours, stock)
+    rounded = 0
+    for rank, before in zip(ours.of_rank, saved.of_rank, strict=True):
+        for name, state in rank.inspected["start"][0]["states"].items():
+            exact = before.weights[name].reshape(-1)[state["start"] : state["end"]]
+            assert same_bits(state["param"], exact), name
+            rounded += int((exact != exact.bfloat16().float()).sum())
+    assert rounded, "some values are ones that bf16 would have rounded"
+
+
+HYBRID = ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]
+
+
+def test_files_of_megatrons_own_cpu_offloading_load_to_the_bit(megatron, tmp_path):
+    saved = megatron.train([*TINY, *DP2, "--bf16", *HYBRID], 2, "stock", 4, save=tmp_path)
+    loaded = megatron.train([*TINY, *DP2, "--bf16", *SUBGROUPS], 2, "dos", 0, load=tmp_path)
+    assert_same_end(loaded, saved)
+
+
+def test_torch_files_of_megatrons_own_cpu_offloading_can_be_loaded_by_nobody(megatron, tmp_path):
+    common = [*TINY, *DP2, "--bf16", "--ckpt-format", "torch"]
+    megatron.train([*common, *HYBRID], 2, "stock", 1, save=tmp_path)
+    for optimizer, flags in (("stock", HYBRID), ("dos", [])):
+        run = megatron.train([*common, *flags], 2, optimizer, 0, load=tmp_path)
+        assert "could not load the checkpoint" in run.log(), "the file holds an object of torch's AdamW"
+        assert "GLOBAL torch.optim.adamw.AdamW" in run.log()
+
+
+def assert_same_end(run, reference) -> None:
+    """Weights, states and steps are equal to the bit at the end."""
+    for mine, theirs in zip(run.of_rank, reference.of_rank, strict=True):
+        assert mine.weights.keys() == theirs.weights.keys()
+        assert all(same_bits(weight, theirs.weights[name]) for name, weight in mine.weights.items())
+        assert mine.states.keys() == theirs.states.keys()
+        for name, state in mine.states.items():
+            assert (name, state["step"]) == (name, theirs.states[name]["step"])
+            assert all(same_bits(state[key], theirs.states[name][key]) for key in ("param", "exp_avg", "exp_avg_sq"))
+
+
+@pytest.mark.parametrize("resident", ["0", "0.4"])
+def test_offloads_for_inference_in_any_order_change_no_bit(megatron, resident):
+    common = [*TINY, *DP2, "--bf16", *SUBGROUPS, "--dos-resident-share", resident]
+    disturbed = megatron.train(common, 2, "dos", 5, inspect="checkpoint_life:offload_between_steps")
+    assert_same_bits(disturbed, megatron.train([*TINY, *DP2, "--bf16"], 2, "numpy", 5))
+
+
+class TestFiles:
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def ranks(megatron, tmp_path_factory):
+        folder = tmp_path_factory.mktemp("files")
+        return folder, megatron.call("checkpoint_life:files_of_two_saves", 3, folder=str(folder)).values
+
+    def test_two_saves_of_the_same_states_are_the_same_files(self, ranks):
+        first, second = ranks[1][0]["hashes"]
+        assert first == second
+        assert {"dist/.metadata", "dist/__2_0.distcp", "distrib_optim.pt", "optimizer.pt"} <= set(first)
+
+    def test_what_ranks_have_in_common_is_equal(self, ranks):
+        for rank in ranks[1]:
+            assert repr(rank["common"]) == repr(ranks[1][0]["common"])
+
+    @pytest.mark.parametrize(
+        ("name", "expected"),
+        [("distrib_optim.pt", ["0", "1", "buckets_coalesced"]), ("optimizer.pt", ["optimizer"])],
+    )
+    def test_files_hold_tensors_and_plain_values_only(self, ranks, name, expected):
+        loaded = torch.load(ranks[0] / "0" / name, weights_only=True)  # this process has allowed no other types
+        assert sorted(map(str, loaded)) == expected
+
+
+class TestMemory:
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def peaks(megatron, tmp_path_factory):
+        """Optimizer -> layout -> peaks of a save and a load in multiples of the states."""
+        found = {}
+        for name, deep in (("ours", True), ("stock", False)):
+            folder = str(tmp_path_factory.mktemp("memory"))
+            (measured,) = megatron.call("checkpoint_memory:peaks", 1, folder=folder, deep=deep).values
+            states = measured.pop("states")
+            assert all(of_layout.pop("loaded") for of_layout in measured.values())
+            found[name] = {
+                layout: {what: peak / states for what, peak in of_layout.items()}
+                for layout, of_layout in measured.items()
+            }
+        return found
+
+    @pytest.mark.parametrize("what", ["save", "load"])
+    def test_the_default_layout_takes_no_second_copy_of_the_states(self, peaks, what):
+        assert peaks["ours"]["dp_reshardable"][what] < 0.2
+
+    @pytest.mark.parametrize("layout", ["fully_reshardable", "torch"])
+    @pytest.mark.parametrize("what", ["save", "load"])
+    def test_other_layouts_take_the_copies_that_megatron_takes(self, peaks, layout, what):
+        assert peaks["ours"][layout][what] < peaks["stock"][layout][what] + 0.6

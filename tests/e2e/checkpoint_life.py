@@ -1,0 +1,65 @@
+"""What ranks do in the tests of the life of a training around checkpoints: offloads, and looks at the files."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoint_faults import sharded
+from flat import FlatRun, random_grads
+
+
+def offload_between_steps(point: str, model: Any, optimizer: Any, args: Any) -> None:
+    """After each step, as reinforcement learning does around its inference: grad buffers and optimizer off the device
+    and back, in other orders and counts each time."""
+    if point != "step":
+        return
+    for calls in (
+        ("offload_to_cpu", "restore_from_cpu"),
+        ("offload_to_cpu", "offload_to_cpu", "restore_from_cpu", "restore_from_cpu"),
+        ("restore_from_cpu", "offload_to_cpu", "restore_from_cpu", "offload_to_cpu", "restore_from_cpu"),
+    )[: args.curr_iteration + 1]:
+        model[0].offload_grad_buffers()
+        for call in calls:
+            getattr(optimizer, call)()
+        model[0].restore_grad_buffers()
+
+
+def files_of_two_saves(folder: str) -> dict[str, Any]:
+    """Save the same states twice, in both formats. A hash of each file by name, and what all ranks have in common."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async.get_write_results_queue("fork")
+    run = FlatRun("bfloat16")
+    run.step(random_grads(1))
+    first = torch.distributed.get_rank() == 0
+    hashes = []
+    for number in range(2):
+        target = Path(folder) / str(number)
+        if first:
+            (target / "dist").mkdir(parents=True)
+        torch.distributed.barrier()
+        # Padding is memory that nobody has written, so let it hold something else for each save.
+        leftover = torch.full((100_000,), float(number + 1), device="cpu")
+        del leftover
+        dist_checkpointing.save(sharded(run), str(target / "dist"), content_metadata={})
+        run.optimizer.save_parameter_state(str(target / "distrib_optim.pt"))
+        if first:
+            torch.save(run.optimizer.state_dict(), target / "optimizer.pt")
+        torch.distributed.barrier()
+        hashes.append(
+            {str(path.relative_to(target)): _hash_of(path) for path in sorted(target.rglob("*")) if path.is_file()}
+        )
+    return {"hashes": hashes, "common": run.optimizer.state_dict()}
+
+
+def _hash_of(path: Path) -> str:
+    data = path.read_bytes()
+    if path.name == ".metadata":  # which torch gives a number of its own for each save
+        metadata = pickle.loads(data)
+        data = repr((metadata.state_dict_metadata, metadata.storage_data)).encode()
+    return hashlib.sha256(data).hexdigest()
