@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from megatron_dos.device.clock import Timeline
 from megatron_dos.schedule import Op, OpKind, Placement, Resource
 
-__all__ = ["LANES", "STATES_BYTES", "LaneUse", "StepFigures", "SubgroupTraffic", "bytes_moved", "figures", "slot_stalls"]
+__all__ = [
+    "LANES",
+    "STATES_BYTES",
+    "LaneUse",
+    "StepFigures",
+    "SubgroupTraffic",
+    "bytes_moved",
+    "figures",
+    "slot_stalls",
+]
 
 LANES = ("cpu", "h2d", "d2h", "gpu")
 _STAGING = "_slot"
@@ -156,7 +165,7 @@ def slot_stalls(timeline: Timeline) -> dict[str, float]:
         awaited = [last_write[resource] for resource in op.reads if resource in last_write]
         awaited += [previous[op.stream]] if op.stream in previous else []
         ready = max((ends[index] for index in awaited), default=0.0)
-        for resource in op.writes - op.reads:
+        for resource in op.writes:
             name = resource[0]
             if name.endswith(_STAGING):
                 users = reads_since.get(resource, []) + ([last_write[resource]] if resource in last_write else [])

@@ -180,8 +180,6 @@ class ShareTuner:
     def _begin_tuning(self) -> None:
         self.settled = False
         self._moves = 0
-        self._damping = Fraction(1)
-        self._last_direction = 0
         self._hoped = self._on_trial = False
         self._seen: dict[Fraction, _Seen] = {}
         self._recent: deque[float] = deque(maxlen=RECENT)
@@ -220,11 +218,8 @@ class ShareTuner:
     def _learn(self, figures: StepFigures) -> None:
         seen = self._seen.setdefault(self.host_share, _Seen())
         seen.add(figures)
-        for kind, cost in figures.costs.items():
-            # All that was measured with other shares counts as one step: noise averages out, a change is learned.
-            weight = 1 / (len(seen.seconds) + 1) if kind in self._measured else 1.0
-            self._costs[kind] += weight * (cost - self._costs[kind])
-            self._measured.add(kind)
+        self._costs.update(seen.costs)
+        self._measured |= seen.costs.keys()
         # Copies in one direction go at one rate: what is known of one kind holds for the other.
         for known, unknown in _SAME_LINK:
             if known in self._measured and unknown not in self._measured:
@@ -245,26 +240,16 @@ class ShareTuner:
             hopes, self._hoped = not self._hoped, True
             if hopes:
                 best, gain = self._best(self._hope())
-        target = self._towards(best)
-        if gain < WORTH_IT or self._moves == MOST_MOVES or target in self._seen:
+        if gain < WORTH_IT or self._moves == MOST_MOVES or best in self._seen:
             return self._settle(figures, why)
         self._moves += 1
         self._on_trial = hopes
-        self._move_to(target)
+        self._move_to(best)
         if hopes:
             why += "; on trial, should host memory be the limit"
         elif contended is not None:
             why += "; host memory is the limit"
-        return Decision(figures.step, target, f"{why}; a gain of {gain:.0%} is expected")
-
-    def _towards(self, best: Fraction) -> Fraction:
-        """The share to go to: `best`, or less far after every change of direction."""
-        direction = (best > self.host_share) - (best < self.host_share)
-        if direction == -self._last_direction:
-            self._damping /= 2
-        self._last_direction = direction
-        count = len(self._numels)
-        return Fraction(round((self.host_share + self._damping * (best - self.host_share)) * count), count)
+        return Decision(figures.step, best, f"{why}; a gain of {gain:.0%} is expected")
 
     def _settle(self, figures: StepFigures, why: str) -> Decision:
         self.settled = True

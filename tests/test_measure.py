@@ -231,6 +231,25 @@ def test_slot_stalls_are_the_waits_that_a_further_slot_ends():
     assert of_states[0] > of_states[1] >= of_states[2] == 0.0
 
 
+def test_an_operation_started_while_the_one_before_it_ran_has_waited_for_it():
+    program = build_program([SubgroupShape((0, 0), NUMEL, False)] * 2, [Placement.HOST] * 2, host_slots=0)
+    ran = timeline(program, [0.0, 1.0, 5.0], [3.0, 5.0, 5.0])
+    assert ran.starts[:2] == (0.0, 3.0)
+    assert ran.ends[:2] == (3.0, 5.0)
+    assert ran.work[:2] == (3.0, 2.0)
+
+
+def test_a_wait_for_the_lane_after_the_slot_was_free_is_no_slot_stall():
+    program = build_program([SubgroupShape((0, 0), NUMEL, False)] * 2, [Placement.STREAMED] * 2, device_slots=1)
+    second = [op.index for op in program.ops if op.subgroup == 1 and op.kind is not OpKind.RELEASE_BUCKET]
+    starts = [float(index) for index in range(len(program.ops))]
+    for index in second:
+        starts[index] += 7.0  # the link was busy with something else
+    ran = timeline(program, starts, [start + 1 for start in starts])
+    # Its states could have been fetched from 1 on, the slot is free at 3.
+    assert slot_stalls(ran) == {"states_slot": 2.0}
+
+
 def test_a_wait_for_data_is_no_slot_stall():
     program = build_program([SubgroupShape((0, 0), NUMEL, True)] * 2, [Placement.HOST] * 2)
     assert slot_stalls(simulate(program, lambda op: 1.0)) == dict.fromkeys(

@@ -25,6 +25,7 @@ from megatron_dos.tuner import DRIFTED, MOST_MOVES, RECENT, START_SHARE, WARM_UP
 
 NUMEL = 100_000_000
 SOON = 8  # steps
+LIMITED_BY_MEMORY = (81, 101, 135)  # with any share that rates alone would suggest
 
 
 class Node:
@@ -92,7 +93,7 @@ def tuned(node: Node, steps: int = SOON, **settings) -> ShareTuner:
 
 
 @pytest.mark.parametrize("memory", [False, True], ids=["lanes", "shared memory"])
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", [*range(20), *LIMITED_BY_MEMORY])
 def test_the_best_share_is_found_soon_and_kept(seed, memory):
     node = Node(seed, memory)
     tuner = tuned(node)
@@ -104,7 +105,7 @@ def test_the_best_share_is_found_soon_and_kept(seed, memory):
     assert tuner.host_share == found
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(20))
 def test_noise_neither_misleads_nor_unsettles_it(seed):
     node = Node(seed, noise=0.03)
     tuner = ShareTuner(node.traffic, node.program_at)
@@ -249,7 +250,7 @@ class TestFirstChoice:
 @pytest.mark.parametrize("cpu", [0.5e9, 8e9], ids=["to the GPU", "to the CPU"])
 def test_shares_that_are_tuned_between_steps_change_no_bit(cpu):
     params = random_params()
-    engine = make_engine(params, 300, host_share=START_SHARE, grads_as_fp32=False)
+    engine = make_engine(params, 1000, host_share=START_SHARE, grads_as_fp32=False)
     engine._device = SimDevice(seed=1)
     expected = [
         Expected(param.float().numpy().copy(), np.zeros(param.numel(), np.float32), np.zeros(param.numel(), np.float32))
