@@ -428,9 +428,14 @@ def _together(machine: Machine) -> dict[str, float]:
 
 def closed_form_optimum(machine: Machine, work: Workload, resident_share: Fraction | float = 0) -> Estimate:
     """The shares and threads with which the step is shortest by the closed form."""
-    return _optimum(
-        machine, work, resident_share, lambda share, threads: closed_form(machine, threads, share, resident_share)
-    )
+    resident = _whole_subgroups(work, resident_share)
+    return _optimum(machine, work, resident, lambda share, threads: closed_form(machine, threads, share, resident))
+
+
+def _whole_subgroups(work: Workload, share: Fraction | float) -> Fraction:
+    """The nearest share that whole subgroups make."""
+    count = len(work.subgroups)
+    return Fraction(round(count * share), count)
 
 
 def optimum(machine: Machine, work: Workload, resident_share: Fraction | float = 0) -> Estimate:
@@ -438,28 +443,27 @@ def optimum(machine: Machine, work: Workload, resident_share: Fraction | float =
 
     A single subgroup elsewhere hinders the others more than the closed form, which knows no subgroups, can tell.
     """
-    rest = 1 - Fraction(resident_share)
-    found = closed_form_optimum(machine, work, resident_share)
+    resident = _whole_subgroups(work, resident_share)
+    found = closed_form_optimum(machine, work, resident)
     candidates = [
         (found.host_share, found.threads),
-        *((share, _threads(machine, work)) for share in (Fraction(0), rest)),
+        *((share, _threads(machine, work)) for share in (Fraction(0), 1 - resident)),
     ]
 
     def seconds(candidate: tuple[Fraction, int]) -> float:
         share, threads = candidate
-        return clocked(machine, replace(work, threads=threads), share, resident_share).seconds
+        return clocked(machine, replace(work, threads=threads), share, resident).seconds
 
     share, threads = min(dict.fromkeys(candidates), key=seconds)
-    return closed_form(machine, replace(work, threads=threads), share, resident_share)
+    return closed_form(machine, replace(work, threads=threads), share, resident)
 
 
 def clock_optimum(machine: Machine, work: Workload, resident_share: Fraction | float = 0) -> Estimate:
     """The shares and threads with which the virtual clock of the program stops first."""
 
-    def run(share: Fraction, threads: Workload) -> Estimate:
-        return clocked(machine, threads, share, resident_share)
-
-    return _optimum(machine, work, resident_share, run, closed_form_optimum(machine, work, resident_share))
+    resident = _whole_subgroups(work, resident_share)
+    start = closed_form_optimum(machine, work, resident)
+    return _optimum(machine, work, resident, lambda share, threads: clocked(machine, threads, share, resident), start)
 
 
 def clocked(
@@ -476,7 +480,7 @@ def clocked(
 def _optimum(
     machine: Machine,
     work: Workload,
-    resident_share: Fraction | float,
+    resident: Fraction,
     evaluate: Callable[[Fraction, Workload], Estimate],
     start: Estimate | None = None,
 ) -> Estimate:
@@ -486,7 +490,7 @@ def _optimum(
     see [Note: host memory] in device/clock.py.
     """
     count = len(work.subgroups)
-    most = count - round(count * Fraction(resident_share))
+    most = count - round(count * resident)
     threads = _thread_counts(machine, work)
     known: dict[tuple[int, int], Estimate] = {}
 
@@ -554,7 +558,7 @@ def choose(
     count = len(work.subgroups)
     room = machine.gpu_memory if free_gpu_memory is None else free_gpu_memory
     if resident_share is not None:
-        kept = round(count * _share("resident_share", resident_share))
+        kept = round(count * _whole_subgroups(work, _share("resident_share", resident_share)))
     else:
         kept = 0 if free_gpu_memory is None else _room_for(work, room)
     resident = Fraction(kept, count)

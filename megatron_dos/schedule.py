@@ -248,6 +248,10 @@ def build_program(
     for index, slot in early.items():
         reads, writes = {("grad", index)}, {("early_grad_slot", slot)}
         build.add(OpKind.EARLY_GRAD_TO_HOST, Stream.GRAD_D2H, index, slot, reads, writes)
+    # The device has nothing else to do while the first states are fetched.
+    for index, placement in enumerate(placements):
+        if placement is Placement.RESIDENT:
+            _resident_update(build, index)
     buckets = list(dict.fromkeys(shape.bucket for shape in subgroups))
     members: list[list[int]] = [[] for _ in buckets]
     numbers = {bucket: number for number, bucket in enumerate(buckets)}
@@ -263,8 +267,6 @@ def build_program(
             _host_update(build, index, shape, used[placement] % host_slots, early.get(index))
         elif placement is Placement.STREAMED:
             _streamed_update(build, index, used[placement] % device_slots)
-        else:
-            _resident_update(build, index)
         used[placement] += 1
         if index == members[bucket][-1]:
             params = {("param", member) for member in members[bucket]}

@@ -74,6 +74,24 @@ def test_a_link_that_is_not_quite_full_duplex_is_faster_once_one_direction_is_do
     assert all_streamed.lanes["h2d"] == pytest.approx(0.3 + 6 / 50)
 
 
+@pytest.mark.parametrize(
+    ("slow", "host_share"),
+    [("h2d", 0), ("d2h", 0), ("h2d", Fraction(1, 2)), ("d2h", Fraction(1, 2)), ("cpu", Fraction(1, 2)), ("cpu", 1)],
+)
+def test_filling_and_draining_the_pipeline_is_counted_also_with_few_subgroups(slow, host_share):
+    if slow == "cpu":
+        machine = plain(cpu_update_per_core=0.05e9)
+    else:
+        machine = plain(**{f"{slow}_alone": 20e9, f"{slow}_together": 20e9})
+    work = Workload(parameters=800_000_000, subgroup=100_000_000, early_grads=True)
+    quick, exact = (estimate(machine, work, host_share) for estimate in (closed_form, clocked))
+    assert quick.lanes[slow] == max(quick.lanes.values())
+    waited = exact.seconds - quick.lanes[slow]
+    assert waited > 0, "nothing to fill or drain: the test shows nothing"
+    assert quick.seconds == pytest.approx(exact.seconds, rel=0.03)
+    assert quick.seconds - quick.lanes[slow] > 0.5 * waited
+
+
 @pytest.mark.parametrize("shares", [(1.2, 0), (-0.1, 0), (0.6, 0.6), (0, -0.5)])
 def test_shares_that_are_none_are_refused(shares):
     with pytest.raises(ValueError, match="0 to 1 together"):
@@ -243,6 +261,16 @@ def test_the_choice_is_no_slower_than_any_named_one():
     named = [choose(machine, work, stride=k) for k in (1, 2, 3, 10)]
     named += [choose(machine, work, gpu_share=share / 8) for share in range(9)]
     assert all(best <= 1.0001 * each.step_seconds for each in named)
+
+
+@pytest.mark.parametrize("resident", [0.05, 0.1, 1 / 3, 0.7, 0.999, 1])
+def test_a_share_may_be_any_number_between_0_and_1(resident):
+    work = Workload(parameters=10**9, subgroup=5 * 10**7)
+    for find in (closed_form_optimum, optimum, clock_optimum):
+        found = find(plain(), work, resident)
+        assert found.host_share + found.streamed_share + found.resident_share == 1
+        assert found.resident_share == pytest.approx(resident, abs=0.5 / 20)
+    assert choose(plain(), work, resident_share=resident).resident_share == found.resident_share
 
 
 def test_states_too_large_for_the_node_are_refused():

@@ -311,3 +311,13 @@ def test_a_program_that_is_in_no_valid_order_is_refused():
         HostDevice().run(broken, dict.fromkeys(OpKind, lambda op: None), nothing)
     with pytest.raises(ValueError, match="later operation"):
         broken.predecessors()
+
+
+@pytest.mark.parametrize("last_bucket_first", [False, True])
+def test_the_device_updates_resident_subgroups_while_the_first_states_are_fetched(last_bucket_first):
+    shapes = [SubgroupShape((0, index), 1, False) for index in range(6)]
+    placements = [Placement.STREAMED] * 3 + [Placement.RESIDENT] * 3
+    program = build_program(shapes, placements, last_bucket_first=last_bucket_first)
+    updates = [op.subgroup for op in program.ops if op.kind is OpKind.UPDATE_ON_DEVICE]
+    assert sorted(updates[:3]) == [3, 4, 5]
+    assert all(not op.depends_on for op in program.ops if op.subgroup in updates[:3] and op.stream is Stream.COMPUTE)
