@@ -1,16 +1,17 @@
 """Where the subgroups of a step should be updated, from the rates of the machine: the performance model.
 
 Of a rank's N parameters a share c is updated on the CPU, f is streamed through the GPU and r stays there:
-c + f + r = 1. Each lane is busy for its part of the work; bytes per parameter, b_g of a grad that is sent to the host,
-b_p of a model param:
+c + f + r = 1. Bytes per parameter: b_g of a grad as the CPU reads it, s_g of a grad sent to the host during the step
+(b_g, or 0 when grads are sent during the backward pass), b_p of a model param. Each lane is busy for its part of it:
 
     cpu     c N / U_c
     h2d     (12 f + b_p c) N / B_h2d
-    d2h     (12 f + b_g c) N / B_d2h          b_g is 0 when grads are sent during the backward pass
-    gpu     (f + r) N / U_g + casts
-    dram    (24 f + (24 + 2 b_g + 2 b_p) c) N R / D     shared by the R ranks of the node
+    d2h     (12 f + s_g c) N / B_d2h
+    gpu     (f + r) N / U_g
+    dram    (24 f + (24 + b_g + s_g + 2 b_p) c) N R / D     shared by the R ranks of the node
 
-and the step takes as long as the busiest of them, plus what it takes to fill and drain the pipeline.
+The closed form lets these lanes share host memory as operations do on the virtual clock, and adds what it takes to fill
+and drain the pipeline. The virtual clock runs the program itself.
 """
 
 from __future__ import annotations
