@@ -96,11 +96,11 @@ def scalars(figures: StepFigures, label: str = "") -> Mapping[str, float]:
 
 def line(figures: StepFigures) -> str:
     """The figures in a line of text."""
-    used = [lane for lane in LANES if figures.lanes[lane].busy]
-    busy = " ".join(f"{lane} {figures.lanes[lane].busy:.3f}/{figures.waiting(lane):.3f}" for lane in used)
+    used = [(lane, figures.lanes[lane].busy, figures.waiting(lane)) for lane in LANES if figures.lanes[lane].busy]
+    busy = " ".join(f"{lane} {worked * 1e3:.1f}/{waited * 1e3:.1f}" for lane, worked, waited in used)
     return (
-        f"update {figures.seconds:.3f} s, {figures.params_per_second / 1e9:.3f} G params/s | "
-        f"{figures.device_share:.0%} on the GPU | busy/wait s: {busy} | "
+        f"update {figures.seconds * 1e3:.1f} ms, {figures.params_per_second / 1e9:.3f} G params/s | "
+        f"{figures.device_share:.0%} on the GPU | busy/wait ms: {busy} | "
         f"GB/s: h2d {figures.bytes_per_second('h2d') / 1e9:.1f} d2h {figures.bytes_per_second('d2h') / 1e9:.1f} | "
-        f"slot stalls {sum(figures.slot_stalls.values()):.3f} s"
+        f"slot stalls {sum(figures.slot_stalls.values()) * 1e3:.1f} ms"
     )
