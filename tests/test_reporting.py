@@ -11,9 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_engine import NUMELS, make_engine, random_params, scalars_at
+from virtual_cuda import VirtualCuda
 
 from megatron_dos import monitor
 from megatron_dos.arguments import DosOptions, UnsupportedOptionError, parse_steps
+from megatron_dos.device import CudaDevice
 from megatron_dos.measure import LaneUse, StepFigures
 from megatron_dos.monitor import EVERY, FIRST, StepMonitor
 from megatron_dos.operations import StepInputs
@@ -220,6 +222,35 @@ class TestTraces:
                 watching = make_monitor()
                 step(watching, number)
         assert list(tmp_path.iterdir()) == []
+
+
+def test_the_whole_way_on_the_cuda_device(monkeypatch, tmp_path, reports, capsys):
+    machine = VirtualCuda(lambda op: 0.0)
+    machine.install(monkeypatch)
+    ranges = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", ranges.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)
+    here = make_training()
+    monkeypatch.setattr(monitor, "training", lambda: here)
+    inline, params = make_monitor(), random_params()
+    engine = make_engine(params, 1000, host_share=Fraction(1, 2))
+    engine._device = CudaDevice(torch.device("cuda"))
+    options = DosOptions(use_deep_optimizer_states=True, dos_trace_dir=str(tmp_path), dos_trace_steps="2,9")
+    watching = StepMonitor(engine, torch.device("cuda"), options, tunes=True)
+    watching.engine = engine
+    for number in range(1, 10):
+        step(inline, number)
+        step(watching, number)
+    monitor._finish(lambda: watching)
+    assert all(
+        torch.equal(state, inline.engine.owner_states(owner)[name])
+        for owner in range(len(NUMELS))
+        for name, state in engine.owner_states(owner).items()
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"rank00000-step000000{n}.json" for n in (2, 9)]
+    assert [seen[0] for seen in reports].count(9) == 2
+    assert ranges.count("dos update") == 2, "traced steps have ranges, others none"
+    assert "GPU share" in capsys.readouterr().out
 
 
 class TestTraceFlags:
