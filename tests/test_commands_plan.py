@@ -153,6 +153,26 @@ def test_grads_in_16_bits_are_half_the_memory_and_may_be_sent_so(plan):
         assert given["systems"][0]["update_s"] == rivals.ours(machine, work).makespan
 
 
+def test_casts_of_16_bit_grads_take_slots_on_the_gpu(plan):
+    flags = ["plan", "--model", "13b", "--machine", "h100-pcie5", "--subgroup-size", "500000000"]
+    for transfer, cast_slots in (("fp32", 2 * 4 * 500_000_000), ("model", 0)):
+        found = plan(*flags, "--grad-reduce-in-bf16", "--grad-transfer", transfer)
+        assert found["choice"]["host_share"] > 0
+        streaming = 3 * 12 * 500_000_000 if found["choice"]["streamed_share"] else 0
+        assert found["gpu_memory_bytes"]["slots_during_the_step"] == streaming + cast_slots
+
+
+def test_stage_with_most_to_update_is_the_one_that_counts(plan):
+    flags = ("plan", "--model", "7b", "--gpus", "4", "--pipeline-parallel", "2", "--machine", "h200")
+    flags += ("--subgroup-size", "500000000")
+    first = plan(*flags, "--decoder-first-pipeline-num-layers", "24")["rank"]
+    last = plan(*flags, "--decoder-last-pipeline-num-layers", "24")["rank"]
+    layers = 24 * (173_015_040 + 2 * 4096)
+    assert first["parameters"] == layers + 50304 * 4096
+    assert last["parameters"] == layers + 50304 * 4096 + 4096
+    assert last["owned_parameters"] == -(-last["parameters"] // 2)
+
+
 def test_ranks_of_a_node_are_those_of_the_machine(plan):
     assert plan(*ARGUMENTS)["layout"]["ranks_per_node"] == 4
     assert plan("plan", "--model", "7b", "--gpus", "16", "--machine", "h100-pcie5")["layout"]["ranks_per_node"] == 4
