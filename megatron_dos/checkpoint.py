@@ -60,8 +60,8 @@ class Handouts:
         _all_handouts.add(self)
 
     def add(self, views: Iterable[torch.Tensor]) -> None:
-        """Watch those of `views` that have a storage of their own over host memory of the states. The others are copies,
-        or on the device, which writers copy from before they fork."""
+        """Watch those of `views` that have a storage of their own in host memory. The others are on the device, which
+        is copied from before a fork."""
         self._storages = [reference for reference in self._storages if not reference.expired()]
         for view in views:
             storage = view.untyped_storage()

@@ -1,0 +1,124 @@
+"""Checkpoints without Megatron: what is handed out to writers, and what is refused before it is touched."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_dos import checkpoint
+from megatron_dos.checkpoint import CheckpointError, Handouts, require_same_size, require_shared_memory, zero_padding
+from megatron_dos.states import HostMemoryError
+
+
+def views_of(states: torch.Tensor, *ranges: tuple[int, int]) -> list[torch.Tensor]:
+    """Views with storages of their own, as the engine makes them."""
+    return [torch.from_numpy(states.numpy()[start:stop]) for start, stop in ranges]
+
+
+class TestHandouts:
+    def test_what_is_still_in_use_keeps_its_values(self):
+        states, handouts = torch.arange(10.0), Handouts()
+        first, second = views_of(states, (0, 4), (4, 10))
+        handouts.add([first, second])
+        given = first.detach()  # another tensor of the same storage, as Megatron makes them
+        del first
+        assert handouts.detach() == 40
+        states.fill_(-1)
+        assert given.tolist() == [0, 1, 2, 3]
+        assert second.tolist() == [4, 5, 6, 7, 8, 9]
+
+    def test_what_nobody_holds_is_not_copied(self):
+        states, handouts = torch.arange(10.0), Handouts()
+        handouts.add(views_of(states, (0, 10)))
+        assert handouts.detach() == 0
+
+    def test_a_fork_detaches(self):
+        states, handouts = torch.arange(10.0), Handouts()
+        (view,) = views_of(states, (0, 10))
+        handouts.add([view])
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+        states.fill_(-1)
+        assert view.tolist() == list(range(10))
+
+    def test_parts_of_a_larger_storage_are_left_alone(self):
+        """Resident states on the device are; in place of one part, all would move."""
+        states, handouts = torch.arange(10.0), Handouts()
+        part = states[2:5]
+        handouts.add([part])
+        assert handouts.detach() == 0
+        states.fill_(-1)
+        assert part.tolist() == [-1, -1, -1]
+
+    def test_empty_views_are_no_matter(self):
+        handouts = Handouts()
+        handouts.add(views_of(torch.zeros(3), (1, 1)))
+        assert handouts.detach() == 0
+
+
+class TestSharedMemory:
+    def test_too_little_is_refused_with_numbers_and_the_way_out(self, monkeypatch):
+        monkeypatch.setattr(checkpoint, "ranks_on_node", lambda: 8)
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=7 << 30))
+        with pytest.raises(HostMemoryError, match=r"--async-save .*1\.00 GiB.*8\.00 GiB.*7\.00 GiB.*--shm-size"):
+            require_shared_memory(1 << 30)
+
+    def test_a_missing_folder_is_no_room(self, tmp_path):
+        with pytest.raises(HostMemoryError, match=r"0\.00 GiB are free"):
+            require_shared_memory(1, str(tmp_path / "none"))
+
+    def test_as_many_files_may_be_open_as_the_system_allows(self, tmp_path):
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+        try:
+            require_shared_memory(1, str(tmp_path))
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (limits[1], limits[1])
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+STATES = {"param": torch.zeros(6), "exp_avg": torch.zeros(6)}
+
+
+class TestWhatDoesNotFit:
+    def test_a_tensor_of_one_element_is_not_spread_over_all(self):
+        with pytest.raises(
+            CheckpointError, match=r"exp_avg for p has 1 elements, this rank's shard 6.*--no-load-optim"
+        ):
+            require_same_size("p", STATES, {"param": torch.ones(6), "exp_avg": torch.ones(1)})
+
+    @pytest.mark.parametrize("given", [{"param": torch.ones(6)}, {"param": torch.ones(6), "exp_avg": None}])
+    def test_missing_moments_are_named(self, given):
+        with pytest.raises(CheckpointError, match="no exp_avg for p"):
+            require_same_size("p", STATES, given)
+
+    def test_what_fits_passes(self):
+        require_same_size("p", STATES, {"param": torch.ones(6), "exp_avg": torch.ones(2, 3)})
+
+
+def test_padding_alone_becomes_zeros():
+    def flag(value):
+        return SimpleNamespace(unwrap=lambda: value)
+
+    param, padding = torch.ones(3), torch.full((2,), float("nan"))
+    state = {
+        "per_bucket_numel": object(),
+        0: {
+            ("bf16", "fp32"): [
+                [
+                    {"param": SimpleNamespace(data=param), "padding": flag(False)},
+                    {"param": SimpleNamespace(data=padding), "padding": flag(True)},
+                ]
+            ]
+        },
+    }
+    zero_padding(state)
+    assert param.tolist() == [1, 1, 1]
+    assert padding.tolist() == [0, 0]
