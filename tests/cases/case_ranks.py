@@ -264,8 +264,8 @@ def common_state() -> dict[str, Any]:
     return {"saved": saved, "an empty group": any(empty)}
 
 
-def params_kept_in_fp32(steps: int = 3) -> dict[str, Any]:
-    """Params kept in FP32 among bf16 ones, a few steps: differences to numpy, and whether they are still FP32."""
+def params_kept_in_fp32(folder: str, steps: int = 3) -> dict[str, Any]:
+    """Params kept in FP32 among bf16 ones, some steps, a save and a load: what differs from numpy and from the save."""
     use_adversarial_device()
     run = FlatRun("bfloat16", dos_gpu_share=0.3)
     oracle, decays = Oracle(run.weights()), decays_of(run)
@@ -273,11 +273,32 @@ def params_kept_in_fp32(steps: int = 3) -> dict[str, Any]:
         run.step(random_grads(step))
         oracle.step(step, random_grads(step), decays)
     kept = [run.params[index] for index in flat.KEPT_IN_FP32]
+    save(run, Path(folder))
     return {
         "differences": oracle.differences(run),
         "dtypes": [str(param.dtype) for param in kept],
         "have more than bf16": [not same(param, param.bfloat16().float()) for param in kept],
+        "loaded": other_states(load(FlatRun("bfloat16", seed=1), Path(folder)), run.states()),
     }
+
+
+def save(run: FlatRun, folder: Path) -> None:
+    """Save the optimizer's states into an empty folder."""
+    from checkpoint_faults import sharded
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async.get_write_results_queue("fork")
+    dist_checkpointing.save(sharded(run), str(folder), content_metadata={})
+
+
+def load(run: FlatRun, folder: Path) -> FlatRun:
+    """Load them into another one."""
+    from checkpoint_faults import sharded
+    from megatron.core import dist_checkpointing
+
+    run.optimizer.load_state_dict(dist_checkpointing.load(sharded(run, True), str(folder))["optimizer"])
+    return run
 
 
 def parse(command_lines: dict[str, list[str]]) -> dict[str, str]:
@@ -400,11 +421,6 @@ def memory_between_steps() -> dict[str, int]:
 
 def resident_size_over_saves(folder: str, saves: int) -> list[int]:
     """Resident bytes of this process after each of a row of steps with a save."""
-    from checkpoint_faults import sharded
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    filesystem_async.get_write_results_queue("fork")
     flat.SHAPES, flat.KEPT_IN_FP32 = ((512, 512),), ()
     run = FlatRun("bfloat16")
     sizes = []
@@ -412,7 +428,7 @@ def resident_size_over_saves(folder: str, saves: int) -> list[int]:
         run.step(random_grads(number))
         target = Path(folder) / str(number)
         target.mkdir()
-        dist_checkpointing.save(sharded(run), str(target), content_metadata={})
+        save(run, target)
         shutil.rmtree(target)
         gc.collect()
         sizes.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)

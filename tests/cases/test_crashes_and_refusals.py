@@ -50,12 +50,13 @@ def test_case_14_a_save_at_step_1(megatron, mutation, tmp_path):
     shards_go_to_torchs_constructor=Crash("non-leaf"),
     fp32_params_have_no_owner=Crash("KeyError"),
 )
-def test_case_15_fp32_params_among_bf16_ones(megatron, mutation):
-    of_ranks = in_ranks(megatron, "params_kept_in_fp32", 2, mutation)
+def test_case_15_fp32_params_among_bf16_ones(megatron, mutation, tmp_path):
+    of_ranks = in_ranks(megatron, "params_kept_in_fp32", 2, mutation, folder=str(tmp_path))
     for outcome in of_ranks:
         assert not outcome["differences"], f"other than numpy's: {outcome['differences']}"
         assert set(outcome["dtypes"]) == {"torch.float32"}
         assert all(outcome["have more than bf16"])
+        assert not outcome["loaded"]
 
 
 # ---- 16 and 17: what cannot work together ---------------------------------------------------------------------------
