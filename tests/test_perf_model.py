@@ -106,6 +106,15 @@ def test_work_that_is_none_is_refused(wrong):
         Workload(**{"parameters": 10, **wrong})
 
 
+def test_a_rank_has_its_even_share_of_the_cores_unless_threads_are_named():
+    work = Workload(parameters=10**9, ranks=4, early_grads=True)
+    for threads, expected in ((0, 4), (3, 3)):
+        found = closed_form(plain(cores=16), replace(work, threads=threads), 1)
+        assert found.threads == expected
+        assert found.lanes["cpu"] == pytest.approx(1 / (expected * 0.5))
+    assert closed_form(plain(cores=2), work, 1).threads == 1
+
+
 def test_subgroups_hold_all_parameters():
     assert Workload(parameters=250, subgroup=100).subgroups == [100, 100, 50]
     assert Workload(parameters=50, subgroup=100).subgroups == [50]
