@@ -138,12 +138,12 @@ def test_what_was_saved_comes_back_to_the_bit_or_the_stock_optimizer_fails_too(m
 
 
 def test_layouts_that_can_change_are_not_refused(matrix):
-    """The table has no more 'no' than Megatron's documentation lets expect."""
+    """The table has no more 'no' than Megatron's documentation lets expect. (For EP 2 → 1 see the next test.)"""
     kept = [way for way in WAYS if "in the space of" not in way]
     for direction in DIRECTIONS:
         for way in kept:
             for change in CHANGES:
-                if "fully reshardable" in way or change.startswith(("none", "DP")):
+                if ("fully reshardable" in way and change != "EP 2 → 1") or change.startswith(("none", "DP")):
                     assert matrix.cell(change, direction, way) == "yes", (way, direction, change)
 
 
