@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_dos import __version__
+from megatron_dos.calibration_worker import gpu_count
 from megatron_dos.files import new_file
 from megatron_dos.machine import Machine, MachineError, load
 
@@ -159,13 +160,6 @@ def physical_cores() -> int:
 def node_memory() -> int:
     """Bytes of memory of the node."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def gpu_count() -> int:
-    """Real GPUs that this process sees, whether or not torch.cuda is emulated."""
-    import torch
-
-    return getattr(torch._C, "_cuda_getDeviceCount", lambda: 0)()
 
 
 def _gpu_names() -> list[str]:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["GPU_PHASES", "HOST_PHASES", "Sizes", "main"]
+__all__ = ["GPU_PHASES", "HOST_PHASES", "Sizes", "gpu_count", "main"]
 
 HOST_PHASES = ("one_core", "host_update", "host_copy", "submit")
 GPU_PHASES = ("h2d", "d2h", "both", "all", "pageable", "gpu_update", "launch", "matmul")
@@ -46,20 +46,18 @@ class Sizes:
 class _Rank:
     """The memory of this rank, and a function for each phase: one sample, as a rate."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes, has_gpu: bool) -> None:
         import torch
 
-        from megatron_dos.kernels import cpu, gpu, threads
+        from megatron_dos.kernels import cpu, threads
         from megatron_dos.lane_rates import HostUpdate, Links, sleep_on_stream
 
-        self.torch, self.sizes = torch, sizes
-        self.has_gpu = getattr(torch._C, "_cuda_getDeviceCount", lambda: 0)() > 0
+        self.torch, self.sizes, self.has_gpu = torch, sizes, has_gpu
         device = torch.device("cpu")
         if self.has_gpu:
             device = torch.device("cuda", threads.local_rank() % torch.cuda.device_count())
             torch.cuda.set_device(device)
             torch.zeros(1, device=device)  # makes the context, without which slabs are not page-locked
-            assert gpu.in_use()
         self.device = device
         torch.set_num_threads(sizes.threads or threads.default_threads())
         self.update = HostUpdate(sizes.update, device, sizes.threads or None)
@@ -141,7 +139,7 @@ class _Rank:
         from megatron_dos.kernels import device_kernel
         from megatron_dos.lane_rates import device_update_rate
 
-        kernel = device_kernel.select("auto", self.device)
+        kernel = device_kernel.select("auto", self.links.device[0].device)
         return lambda: {"rate": device_update_rate(kernel, self.sizes.gpu_update, self.device, samples=5)}
 
     def _launch(self) -> Callable[[], dict[str, float]]:
@@ -189,6 +187,13 @@ def _measure(sample: Callable[[], dict[str, float]], begin: float, seconds: floa
     return {name: statistics.median(each[name] for each in samples) for name in samples[0]}
 
 
+def gpu_count() -> int:
+    """Real GPUs that this process sees, whether or not torch.cuda is emulated."""
+    import torch
+
+    return getattr(torch._C, "_cuda_getDeviceCount", lambda: 0)()
+
+
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
@@ -197,7 +202,8 @@ def main() -> None:
         print(json.dumps(values), file=answers, flush=True)
 
     try:
-        rank = _Rank(Sizes(**json.loads(sys.stdin.readline())))
+        sizes = Sizes(**json.loads(sys.stdin.readline()))
+        rank = _Rank(sizes, has_gpu=gpu_count() > 0)
         answer(**rank.about())
         for line in sys.stdin:
             sample = rank.sampler(json.loads(line)["phase"])

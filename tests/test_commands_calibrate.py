@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 
+import megatron_trees
 import pytest
 
 from megatron_dos import calibration, cli, states
@@ -99,6 +100,27 @@ class TestMeasuring:
         assert (found.gpus, found.gpu_memory, found.gpu_update, found.h2d_pageable) == (8, 80e9, 1e9, 1e9)
         assert found.dram == 1500e9  # update and copies at once moved the most
         assert found.matmul == 0.5e9
+        assert not any(source.startswith("preset") for source in found.sources.values())
+
+    def test_every_phase_of_a_gpu_runs_on_the_stand_in_and_gives_all_values(self):
+        code = """
+import dataclasses, json, sys
+from megatron_dos import cpu_emulation
+cpu_emulation.activate()
+from megatron_dos import calibration_worker as worker, lane_rates
+lane_rates.sleep_on_stream = lambda milliseconds: None
+rank = worker._Rank(worker.Sizes(**json.loads(sys.argv[1])), has_gpu=True)
+phases = (*worker.HOST_PHASES, *worker.GPU_PHASES)
+results = {phase: worker._measure(rank.sampler(phase), 0.0, 0.0) for phase in phases}
+print(json.dumps([rank.about(), results]))
+"""
+        done = megatron_trees.run_python(code, json.dumps(dataclasses.asdict(TINY)))
+        assert done.returncode == 0, done.stderr
+        about, results = json.loads(done.stdout.splitlines()[-1])
+        assert min(value for figures in results.values() for value in figures.values()) > 0
+        found = calibrate._machine(
+            {phase: [figures] for phase, figures in results.items()}, about, 1, preset("h200"), "x"
+        )
         assert not any(source.startswith("preset") for source in found.sources.values())
 
     def test_rank_that_cannot_measure_says_why(self, monkeypatch):

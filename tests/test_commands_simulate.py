@@ -59,16 +59,17 @@ def test_grads_sent_in_the_backward_pass_make_it_longer_only_where_they_are_not_
 
 
 @pytest.mark.parametrize(
-    ("arguments", "name", "host"),
+    ("arguments", "name", "host", "resident"),
     [
-        (["--share", "0.75"], "ours, GPU share 0.75", 0.25),
-        (["--stride", "2"], "ours, k=2", 0.5),
-        (["--stride", "4", "--resident-share", "0.2"], "ours, k=4", 0.6),
+        (["--share", "0.75"], "ours, GPU share 0.75", 0.25, 0),
+        (["--stride", "2"], "ours, k=2", 0.5, 0),
+        (["--stride", "4", "--resident-share", "0.2"], "ours, k=4", 0.6, 0.2),
     ],
 )
-def test_share_and_stride_are_obeyed(arguments, name, host, programs):
+def test_share_and_stride_are_obeyed(arguments, name, host, resident, programs):
     found = programs("--programs", "ours", "--subgroup-size", "5000000", *arguments)
     assert found[name]["share"]["host"] == pytest.approx(host, abs=0.02)
+    assert found[name]["share"].get("resident", 0) == pytest.approx(resident, abs=0.02)
 
 
 def test_lanes_are_busy_for_what_they_do(programs):
