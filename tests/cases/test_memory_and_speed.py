@@ -99,7 +99,7 @@ def test_case_20_eight_ranks_of_a_node_divide_its_cpus(monkeypatch):
 
 
 @fails_under(threads_follow_omp_num_threads="single-threaded")
-def test_case_20_the_update_uses_the_rank_s_cpus(megatron, mutation):
+def test_case_20_the_update_uses_all_cpus_of_the_rank(megatron, mutation):
     allowed = len(os.sched_getaffinity(0))
     if allowed == 1:
         pytest.skip("one CPU cannot show whether more are used")

@@ -231,8 +231,6 @@ def _launch(machine, ended, op):
 )
 def test_case_07_bias_correction(megatron, mutation, subgroups, size):
     for seed, share in enumerate((0, 0.5, 1)):
-        if share == 1 and mutation == "every_place_counts_its_own_steps":
-            continue  # nothing is updated on the CPU
         (outcome,) = in_ranks(megatron, "bias_corrections", 1, mutation, subgroup_size=size, share=share, seed=seed)
         assert outcome["subgroups"] == subgroups
         assert not outcome["differences"], f"other than the reference: {outcome['differences']}"
