@@ -21,7 +21,7 @@ from megatron_dos.measure import SubgroupTraffic, figures
 from megatron_dos.operations import StepInputs
 from megatron_dos.perf_model import Workload, choose
 from megatron_dos.schedule import OpKind, Placement, Program, SubgroupShape, build_program, mix
-from megatron_dos.tuner import DRIFTED, MOST_MOVES, RECENT, START_SHARE, WARM_UP, ShareTuner, first_choice
+from megatron_dos.tuner import MOST_MOVES, RECENT, START_SHARE, WARM_UP, ShareTuner, first_choice
 
 NUMEL = 100_000_000
 SOON = 8  # steps
@@ -138,7 +138,7 @@ def test_it_starts_again_when_the_machine_changes_and_only_then():
     node = node_of(20)
     tuner = tuned(node, 30)
     before = tuner.host_share
-    node.cpu *= 1 + DRIFTED / 2
+    node.cpu, node.link, node.back = 0.95 * node.cpu, 0.95 * node.link, 0.95 * node.back
     assert not any(node.step(tuner, number) for number in range(31, 50))
     node.cpu = 0.5e9
     decisions = [node.step(tuner, number) for number in range(51, 51 + RECENT + SOON)]
@@ -171,7 +171,7 @@ def test_a_step_that_had_begun_before_a_decision_is_not_taken_for_one_after_it()
         number += 1
         node.step(tuner, number)
     share, known = tuner.host_share, dict(tuner._costs)
-    assert tuner.observe(replace(old, seconds=99.0)) is None
+    assert tuner.observe(replace(old, seconds=99.0, costs={OpKind.UPDATE_ON_HOST: 1.0})) is None
     assert (tuner.host_share, tuner._costs) == (share, known)
 
 
@@ -192,6 +192,15 @@ def test_a_lane_that_nothing_is_known_of_is_tried():
     for share in (Fraction(0), Fraction(1)):
         tuner = tuned(node, host_share=share)
         assert node.seconds(tuner.host_share) <= 1.03 * node.best()
+
+
+def test_what_a_slow_link_takes_for_states_is_known_from_its_other_copies():
+    node = node_of(20, cpu=4e9, link=5e9, back=5e9)
+    tuner = ShareTuner(node.traffic, node.program_at, Fraction(1))
+    for number in range(1, 20):
+        node.step(tuner, number)
+        assert tuner.host_share > 0.7  # one trial, no leap
+    assert tuner.host_share == 1
 
 
 def test_what_is_known_to_be_slow_is_not_tried():
