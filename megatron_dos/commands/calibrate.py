@@ -30,7 +30,7 @@ __all__ = ["Ranks", "add", "measure", "run", "sizes_for"]
 _HELP = """\
 Measure how fast this machine's lanes are: the fused update on the CPU, host memory, and where there is a GPU the link
 in both directions and the update on it. One process a rank measures, all at once, as they will train. It takes about a
-minute. Runs on this machine then choose their shares by these rates instead of those of a preset.
+minute. Runs on this machine then begin with the share that is best at these rates, instead of a half.
 
 The result is kept below $XDG_CACHE_HOME (else ~/.cache), one file a node, and used while processor, allowed CPUs,
 memory, GPU, driver and version of megatron-dos stay the same; so is it found by a second calibrate, which then measures

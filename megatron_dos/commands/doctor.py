@@ -197,7 +197,7 @@ def _calibration() -> Finding:
     except Exception as error:  # no torch, or a driver that does not answer: reported above
         return Finding("calibration", NOTE, f"cannot be looked up: {error}")
     if known is None:
-        text = "this machine has not been measured; shares are chosen by a preset's rates"
+        text = "this machine has not been measured; runs begin with half on each side"
         return Finding("calibration", NOTE, text, "megatron-dos calibrate")
     return Finding("calibration", OK, str(calibration.cache_file(known.fingerprint)))
 

@@ -37,7 +37,7 @@ __all__ = [
 _DEFAULT_MACHINE = "h100-pcie5"
 MOST_PARAMETERS = 10**14
 _MOST_OWNED = 10**11
-_MOST_SUBGROUPS = 10_000
+_MOST_SUBGROUPS = 3_000
 STATES = 12  # bytes a parameter: master, exp_avg, exp_avg_sq
 
 
