@@ -379,8 +379,10 @@ class DeepStatesOptimizer(DistributedOptimizer):
 
     def step_with_ready_grads(self) -> bool:
         """Adds to the base: FP32 params are adopted first; `--log-params-norm` is answered from the new masters."""
-        if not self.is_stub_optimizer and self._half_loaded:
-            raise CheckpointError(f"no step is possible: {self._half_loaded}. Load a whole checkpoint first.")
+        if not self.is_stub_optimizer:
+            if self._half_loaded:
+                raise CheckpointError(f"no step is possible: {self._half_loaded}. Load a whole checkpoint first.")
+            self._loads.end()  # of one that was given up before anything was read
         self._adopt_fp32_params()
         if self.is_stub_optimizer:
             return super().step_with_ready_grads()
@@ -478,7 +480,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
         if self.is_stub_optimizer:
             super().load_state_dict(state_dict)
             return
-        self._half_loaded = "the step and the hyper-parameters of a checkpoint were loaded, its optimizer states not"
+        self._half_loaded = "a checkpoint was loaded in part, its step without its optimizer states or the reverse"
         super().load_state_dict(state_dict)
         self._loads.end()
         if "param_state" in state_dict:

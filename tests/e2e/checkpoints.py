@@ -87,6 +87,8 @@ def load(model: Any, optimizer: Any, args: Any, folder: Path, way: str = "torch_
     from megatron.training import checkpointing
 
     formats = {name: value for name, value in WAYS[way].items() if name in ("ckpt_format", "use_dist_ckpt")}
+    # Files that were written by one rank each are read by all ranks in parallel, so that both kinds of load are used.
+    formats["ckpt_fully_parallel_load"] = not WAYS[way].get("ckpt_fully_parallel_save", True)
     before = {name: getattr(args, name) for name in (*formats, *more)}
     vars(args).update(load=str(folder), **formats, **more)
     try:
