@@ -37,6 +37,7 @@ class TestHandouts:
         handouts.add(views_of(states, (0, 10)))
         assert handouts.detach() == 0
 
+    @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # the child does nothing
     def test_a_fork_detaches(self):
         states, handouts = torch.arange(10.0), Handouts()
         (view,) = views_of(states, (0, 10))
