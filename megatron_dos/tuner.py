@@ -100,7 +100,7 @@ def first_choice(machine: Machine | None, work: Workload, resident_share: Fracti
         chosen = choose(machine, work, resident_share=resident_share)
     except MemoryFitError:  # whoever allocates knows better, and says more
         return FirstChoice(START_SHARE, costs, " to begin with")
-    if resident_share == 1:
+    if chosen.resident_share == 1:  # of whole subgroups, which may be more than was asked for
         return FirstChoice(START_SHARE, costs)
     share = min(chosen.host_share / (1 - chosen.resident_share), Fraction(1))
     return FirstChoice(share, costs, f" to begin with (calibrated machine; limited by {chosen.limiting})")
@@ -187,7 +187,9 @@ class ShareTuner:
 
     def observe(self, figures: StepFigures) -> Decision | None:
         """Learn from a measured step; a decision, if this step leads to one."""
-        if not self._numels or not self._is_of_present_share(figures):
+        if self._on_host == self._streamed:  # nothing is in host memory, so no share differs from another
+            return None
+        if not self._is_of_present_share(figures):
             return None
         if self._to_skip:
             self._to_skip -= 1

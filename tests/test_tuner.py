@@ -229,6 +229,15 @@ def test_a_rank_that_owns_nothing_tunes_nothing():
     assert tuner.observe(figures(1, simulate(build_program([], []), lambda op: 0.0), [])) is None
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_where_all_states_are_resident_there_is_nothing_to_tune(count):
+    shapes, traffic = [SubgroupShape((0, 0), NUMEL, False)] * count, [SubgroupTraffic(NUMEL, 4, 2)] * count
+    program = build_program(shapes, [Placement.RESIDENT] * count)
+    tuner = ShareTuner(traffic, lambda share: program)
+    ran = simulate(program, durations([NUMEL] * count, {OpKind.UPDATE_ON_DEVICE: Rate(50e9)}))
+    assert [tuner.observe(figures(step, ran, traffic)) for step in range(1, 6)] == [None] * 5
+
+
 class TestFirstChoice:
     WORK = Workload(parameters=3_800_000_000, ranks=4, threads=24, subgroup=NUMEL)
 
@@ -251,6 +260,11 @@ class TestFirstChoice:
         choice = first_choice(machine, self.WORK, Fraction(1, 2))
         assert choice.host_share == chosen.host_share / (1 - chosen.resident_share)
         assert first_choice(machine, self.WORK, Fraction(1)).host_share == START_SHARE
+
+    def test_where_the_resident_subgroups_are_all_of_them(self):
+        """Whole subgroups are resident, so a share below 1 may come to all."""
+        choice = first_choice(preset("h100-pcie5"), self.WORK, Fraction(999, 1000))
+        assert choice.host_share == START_SHARE
 
     def test_what_does_not_fit_is_left_to_whoever_allocates(self):
         machine = replace(preset("h100-pcie5"), host_memory=1e9)
