@@ -136,6 +136,7 @@ class UpdateEngine:
         changing: shards whose grads may change after they were sent early.
 
     Attributes:
+        torn: a step has failed in its middle: some subgroups are updated, others are not.
         observed: called with a step's program, the handlers of its operations and its grads, around the run; the
             handlers that it gives are run in their place.
 
@@ -163,6 +164,7 @@ class UpdateEngine:
         self._device = device or HostDevice()
         self.observed: Callable[..., AbstractContextManager[Handlers]] = _unobserved
         self._in_flight = False
+        self.torn = False
         if options.host_slots == 0 and any(shard.device.type != "cpu" for shard in shards):
             raise ValueError("host_slots: 0 is for parameters in host memory; give at least 1 slot")
         self._program: Program | None = None
@@ -280,10 +282,11 @@ class UpdateEngine:
         """Update states and parameters of every subgroup by one step."""
         program = self.program(inputs.grads)
         operations = StepOperations(self, inputs, program)
-        self._in_flight = True
+        self._in_flight = self.torn = True
         self._sent_early = {}
         with self.observed(program, operations.handlers(), inputs.grads) as handlers:
             self._device.run(program, handlers, operations.memory)
+        self.torn = False
 
     def program(self, grads: Sequence[torch.Tensor]) -> Program:
         """The program of a step with these grads and the present options; the last step's if they are the same."""

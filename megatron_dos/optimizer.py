@@ -12,6 +12,7 @@ all-gather, the checkpoint layouts and every process group stay Megatron's own c
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -59,6 +60,24 @@ UNCHANGED = (
 MOST_SUBGROUPS = 1 << 16
 
 
+class _LiveStates(Mapping[torch.Tensor, dict[str, torch.Tensor]]):
+    """Shard -> its states, taken from the engine at each look: resident ones may have been moved since the last, and a
+    view that is kept would keep their memory on the device."""
+
+    def __init__(self, engine: UpdateEngine, owners: dict[torch.Tensor, int]) -> None:
+        self._engine, self._owners = engine, owners
+
+    def __getitem__(self, shard: torch.Tensor) -> dict[str, torch.Tensor]:
+        states = self._engine.owner_states(self._owners[shard])
+        return {"master_param": states["master"], "exp_avg": states["exp_avg"], "exp_avg_sq": states["exp_avg_sq"]}
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._owners)
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+
 class HostAdam(torch.optim.Optimizer):
     """The inner optimizer: AdamW (or Adam with L2 decay) on host states, behind torch's optimizer interface.
 
@@ -92,8 +111,7 @@ class HostAdam(torch.optim.Optimizer):
         self._decoupled = decoupled
         self._low_precision = low_precision
         self._early_gather = early_gather
-        for shard in owners:
-            self.state[shard] = self._states(shard)
+        self.state = _LiveStates(engine, owners)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -138,10 +156,6 @@ class HostAdam(torch.optim.Optimizer):
             self._early_gather.finish()
         self.step_count = step
 
-    def _states(self, shard: torch.Tensor) -> dict[str, torch.Tensor]:
-        states = self._engine.owner_states(self._owners[shard])
-        return {"master_param": states["master"], "exp_avg": states["exp_avg"], "exp_avg_sq": states["exp_avg_sq"]}
-
     def state_dict(self) -> dict[str, Any]:
         """torch's layout: `state` by position of the parameter, `param_groups` with positions for `params`."""
         position = 0
@@ -149,7 +163,7 @@ class HostAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             positions = []
             for shard in group["params"]:
-                state[position] = self._states(shard)
+                state[position] = self.state[shard]
                 positions.append(position)
                 position += 1
             groups.append({**group, "params": positions, "step": self.step_count})
@@ -382,6 +396,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
         if not self.is_stub_optimizer:
             if self._half_loaded:
                 raise CheckpointError(f"no step is possible: {self._half_loaded}. Load a whole checkpoint first.")
+            self._require_whole_states("step")
             self._loads.end()  # of one that was given up before anything was read
         self._adopt_fp32_params()
         if self.is_stub_optimizer:
@@ -391,6 +406,14 @@ class DeepStatesOptimizer(DistributedOptimizer):
         self._refresh_params_norm()
         self._monitor.collect()
         return success
+
+    def _require_whole_states(self, what: str) -> None:
+        """Nothing is done with the states of a step that has failed in its middle, which a caller may have caught."""
+        if not self.is_stub_optimizer and self._engine.torn:
+            raise CheckpointError(
+                f"no {what} is possible: a step failed in the middle, and only some of the optimizer states are those "
+                "after it. Load a whole checkpoint first."
+            )
 
     def _adopt_fp32_params(self) -> None:
         """Before the first step after construction or a load: masters of FP32 params are what the params are.
@@ -462,6 +485,8 @@ class DeepStatesOptimizer(DistributedOptimizer):
         """Adds to the base: a load that reads into the states themselves is watched, see `checkpoint`."""
         if self.is_stub_optimizer:
             return super().sharded_state_dict(model_sharded_state_dict or {}, is_loading, *args, **kwargs)
+        if not is_loading:
+            self._require_whole_states("save")
         half_loaded = self._half_loaded
         state_dict = super().sharded_state_dict(model_sharded_state_dict or {}, is_loading, *args, **kwargs)
         self._half_loaded = half_loaded  # a load starts with what the optimizer has, through load_state_dict
@@ -484,10 +509,11 @@ class DeepStatesOptimizer(DistributedOptimizer):
         super().load_state_dict(state_dict)
         self._loads.end()
         if "param_state" in state_dict:
-            self._half_loaded = ""
+            self._half_loaded, self._engine.torn = "", False
 
     def save_parameter_state(self, filename) -> None:
         """Replaces: no rank waits when the first cannot write the file."""
+        self._require_whole_states("save")
         state_dict, problem = self.get_parameter_state_dp_zero(), ""
         if self.data_parallel_group.rank() == 0:
             try:
@@ -517,7 +543,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
             problem = problem and f"{problem}. {UNCHANGED}"
         self._raise_together(problem)
         super().load_parameter_state_from_dp_zero(state_dict, update_legacy_format=update_legacy_format)
-        self._half_loaded = ""
+        self._half_loaded, self._engine.torn = "", False
 
     def _problem_of_dp_zero(self, state_dict) -> str:
         """Why the gathered states of a checkpoint do not fit this model; nothing if they do."""

@@ -380,6 +380,50 @@ def offloads_are_no_ops() -> dict[str, Any]:
     return {"differences": oracle.differences(run)}
 
 
+def resident_states_that_leave_the_device() -> list[bool]:
+    """Which of the resident states' storages are gone once the states have been moved."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    run = FlatRun("bfloat16", dos_resident_share=1.0)
+    run.step(random_grads(1))
+    resident = run.inner._engine.resident
+    before = [StorageWeakRef(getattr(resident, name).untyped_storage()) for name in ("master", "exp_avg", "exp_avg_sq")]
+    run.inner._engine.move_resident(torch.device("meta"))
+    return [storage.expired() for storage in before]
+
+
+def a_step_that_fails_in_the_middle(filename: str) -> dict[str, Any]:
+    """The second subgroup cannot be updated: what step and saves say after that, and after a load."""
+    from megatron_dos.operations import StepOperations
+
+    run = FlatRun("bfloat16")
+    run.step(random_grads(1))
+    run.optimizer.save_parameter_state(filename)
+    saved, update = run.optimizer.state_dict(), StepOperations.update_on_host
+
+    def failing(self: Any, op: Any) -> Any:
+        if op.subgroup == 1:
+            raise RuntimeError("out of luck")
+        return update(self, op)
+
+    def message(action: Any) -> str:
+        try:
+            action()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    StepOperations.update_on_host = failing
+    messages = {"failing": message(lambda: run.step(random_grads(2)))}
+    StepOperations.update_on_host = update
+    messages["step"] = message(lambda: run.step(random_grads(2)))
+    messages["file"] = message(lambda: run.optimizer.save_parameter_state(filename))
+    messages["sharded"] = message(lambda: run.optimizer.sharded_state_dict({}))
+    run.optimizer.load_state_dict(saved)
+    run.optimizer.load_parameter_state(filename)
+    return {**messages, "after a load": message(lambda: run.step(random_grads(2)))}
+
+
 def state_dict_of_an_empty_rank() -> dict[str, Any]:
     """Before any step, and after one: the saved step and groups, which must be plain values."""
     run = FlatRun("bfloat16")

@@ -93,6 +93,18 @@ def test_offload_and_restore_in_any_order(megatron):
         assert rank["differences"] == []
 
 
+def test_states_that_are_moved_off_the_device_leave_nothing_there(megatron):
+    assert every_rank(megatron, "resident_states_that_leave_the_device") == [[True] * 3] * 2
+
+
+def test_a_step_that_fails_in_the_middle_is_the_last_before_a_load(megatron, tmp_path):
+    (rank,) = every_rank(megatron, "a_step_that_fails_in_the_middle", 1, filename=str(tmp_path / "states.pt"))
+    assert rank["failing"] == "out of luck"
+    assert rank["step"].startswith("no step is possible: a step failed in the middle")
+    assert rank["file"] == rank["sharded"] == rank["step"].replace("no step", "no save")
+    assert rank["after a load"] == ""
+
+
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_case_02_and_14_saved_step_is_one_plain_number_on_every_rank(megatron, ranks):
     results = every_rank(megatron, "state_dict_of_an_empty_rank", ranks)
