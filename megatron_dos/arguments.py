@@ -479,6 +479,13 @@ EARLY_GRADS_REFUSALS: tuple[_Refusal, ...] = (
         way_out=_DROP,
     ),
     _Refusal(
+        flag="--expert-tensor-parallel-num-weight-shards",
+        fields=("expert_gtp_weight_remat_size",),
+        refused=lambda size: size not in (None, 1),
+        reason="it reduces gradients of experts once more after the backward pass",
+        way_out=_DROP,
+    ),
+    _Refusal(
         flag="--cuda-graph-impl {value}",
         fields=("cuda_graph_impl",),
         refused=lambda graph: graph == "full_iteration",

@@ -96,6 +96,7 @@ REFUSED_EARLY = {
     "--reduce-scatter-with-fp32-accumulation": {"reduce_scatter_with_fp32_accumulation": True},
     "--calculate-per-token-loss": {"calculate_per_token_loss": True},
     "--tensor-parallel-num-weight-shards": {"gtp_weight_remat_size": 2},
+    "--expert-tensor-parallel-num-weight-shards": {"expert_gtp_weight_remat_size": 2},
     "--cuda-graph-impl full_iteration": {"cuda_graph_impl": "full_iteration"},
 }
 """The flag that the message must name -> the arguments that --dos-overlap-grad-d2h on is refused with."""
