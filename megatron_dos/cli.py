@@ -11,6 +11,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from megatron_dos import __version__, patching
 from megatron_dos.commands import CommandError, calibrate, doctor, plan, simulate
@@ -67,8 +68,15 @@ def _undo(result: patching.Result) -> str:
     return f"megatron-dos unpatch {shlex.quote(str(result.root))}"
 
 
+class _Parser(argparse.ArgumentParser):
+    """Reports wrong usage in one line, as other errors; subcommands get parsers of this class, too."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}; see {self.prog} --help\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="megatron-dos",
         description="Deep optimizer states for Megatron-LM. Each command has its own --help.",
     )
@@ -99,15 +107,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.more and not getattr(options, "takes_more", False):
             parser.error(f"unrecognized arguments: {' '.join(options.more)}")
         status = options.run(options)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # which it is where it was closed before the start
+            sys.stdout.flush()
         return status
     except _USER_ERRORS as error:
         print(f"megatron-dos: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("megatron-dos: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:
-        # Whoever read our output has enough. The work is done; Python must not fail in flushing the rest at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever read our output has enough, and the work is done.
+        _drop_output()
         return 0
+    except OSError as error:
+        # Commands name the option where a file cannot be written; what is left is the output itself.
+        print(f"megatron-dos: cannot write the output: {error}", file=sys.stderr)
+        _drop_output()
+        return 2
+
+
+def _drop_output() -> None:
+    """Python must not fail in flushing the rest at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

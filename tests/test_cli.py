@@ -67,11 +67,20 @@ def test_damaged_installation_is_an_error_without_a_traceback(monkeypatch, capsy
 
 
 @pytest.mark.parametrize("arguments", [[], ["patch"], ["unpatch"], ["no-such-command"], ["patch", "a", "b"]])
-def test_wrong_usage_is_status_2(arguments, capsys):
+def test_wrong_usage_is_one_line_and_status_2(arguments, capsys):
     with pytest.raises(SystemExit) as exit_:
         cli.main(arguments)
     assert exit_.value.code == 2
-    assert "usage: megatron-dos" in capsys.readouterr().err
+    assert re.fullmatch(r"(megatron-dos[ a-z]*): [^\n]+; see \1 --help\n", capsys.readouterr().err)
+
+
+def test_interruption_is_no_traceback(monkeypatch, capsys):
+    def interrupted(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(patching, "apply", interrupted)
+    assert cli.main(["patch", "x"]) == 130
+    assert capsys.readouterr().err == "megatron-dos: interrupted\n"
 
 
 def test_version(capsys):
@@ -114,6 +123,16 @@ def test_closed_output_is_no_traceback(tree):
         ["bash", "-c", command], capture_output=True, text=True, cwd=megatron_trees.ROOT, check=False
     )
     assert "Traceback" not in finished.stderr
+
+
+@pytest.mark.parametrize(("target", "status"), [(">/dev/full", 2), (">&-", 0)])
+def test_output_that_cannot_be_written_is_no_traceback(tree, target, status):
+    command = f"{sys.executable} -m megatron_dos.cli unpatch '{tree}' {target}"
+    finished = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, cwd=megatron_trees.ROOT, check=False
+    )
+    assert finished.returncode == status, finished.stderr
+    assert re.fullmatch(r"(megatron-dos: cannot write the output: [^\n]+\n)?", finished.stderr)
 
 
 @pytest.mark.parametrize(
