@@ -203,6 +203,7 @@ class TestCommand:
         first = capsys.readouterr().out
         assert "cpu_update_max" in first
         assert "kept in " in first
+        assert max(map(len, first.splitlines()[2:])) <= 120
         assert cli.main(["calibrate"]) == 0
         assert "measured before; --again" in capsys.readouterr().out
         assert measurements == [3]
@@ -253,6 +254,7 @@ class TestCommand:
             (["--seconds", "nan"], "--seconds nan: give more than 0"),
             (["--preset", "abacus"], "--preset: no machine is called 'abacus'"),
             (["--output", "/nowhere/x.json"], "there is no folder /nowhere"),
+            (["--output", "/proc/x.json"], "--output /proc/x.json: cannot write to /proc"),
         ],
     )
     def test_wrong_options_are_refused_before_anything_is_measured(self, arguments, message, measurements, capsys):
@@ -269,6 +271,16 @@ class TestCommand:
         assert "is there already; name another file" in capsys.readouterr().err
         assert path.read_text() == "mine"
         assert not measurements
+
+    def test_output_that_fails_in_the_end_is_one_clear_error(self, measurements, monkeypatch, tmp_path, capsys):
+        def full(*_, **__):
+            raise OSError("disk full")
+
+        monkeypatch.setattr(calibrate, "new_file", full)
+        assert cli.main(["calibrate", "--output", str(tmp_path / "node.json")]) == 2
+        assert capsys.readouterr().err == f"megatron-dos: --output {tmp_path / 'node.json'}: disk full\n"
+        assert measurements, "the result is in the cache"
+        assert cached_machine() is not None
 
     def test_cache_that_cannot_be_written_is_one_clear_error(self, measurements, monkeypatch, tmp_path, capsys):
         blocked = tmp_path / "file"

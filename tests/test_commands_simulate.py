@@ -152,6 +152,13 @@ def test_model_by_name_is_divided_as_asked(capsys):
     assert "forward s" in page
 
 
+def test_lines_of_all_programs_fit_into_120_columns(capsys):
+    assert cli.main([*SMALL, "--programs", "all"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 120
+    assert sum(line.startswith("HybridDeviceOptimizer ") for line in lines) == 2, "its times, and its lanes"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -67,13 +68,14 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     fallback = _checked(options)
-    if options.output and Path(options.output).exists():
-        raise CommandError(f"--output {options.output} is there already; name another file")
     known = None if options.again else calibration.cached_machine()
     found = known or _measured_by_one(options, fallback)
     if options.output:
-        with new_file(options.output) as temporary:
-            temporary.write_text(found.as_json(), encoding="utf-8")
+        try:
+            with new_file(options.output) as temporary:
+                temporary.write_text(found.as_json(), encoding="utf-8")
+        except OSError as error:
+            raise CommandError(f"--output {options.output}: {error}") from error
     if options.json:
         print(found.as_json(), end="")
     else:
@@ -92,12 +94,25 @@ def _checked(options: argparse.Namespace) -> Machine:
         raise CommandError(f"--threads {options.threads}: give 1 to {allowed}, the CPUs allowed here, or 0")
     if not 0 < options.seconds <= 60:
         raise CommandError(f"--seconds {options.seconds:g}: give more than 0 and at most 60")
-    if options.output and not Path(options.output).parent.is_dir():
-        raise CommandError(f"--output {options.output}: there is no folder {Path(options.output).parent}")
+    if options.output:
+        _check_output(Path(options.output))
     try:
         return preset(options.preset)
     except MachineError as error:
         raise CommandError(f"--preset: {error}") from error
+
+
+def _check_output(output: Path) -> None:
+    """Complain before anything is measured."""
+    if output.exists():
+        raise CommandError(f"--output {output} is there already; name another file")
+    if not output.parent.is_dir():
+        raise CommandError(f"--output {output}: there is no folder {output.parent}")
+    try:
+        with tempfile.TemporaryFile(dir=output.parent):
+            pass
+    except OSError as error:
+        raise CommandError(f"--output {output}: cannot write to {output.parent}: {error.strerror}") from error
 
 
 def _measured_by_one(options: argparse.Namespace, fallback: Machine) -> Machine:
@@ -315,11 +330,16 @@ _UNITS = {
 }
 
 
+_SOURCE_WIDTH = 72  # the table as a whole has less than 120 columns
+
+
 def _page(machine: Machine) -> str:
     """The machine as a table, with the source of each value."""
     rows = []
     for name, source in machine.sources.items():
         size, unit = _UNITS.get(name, (1, ""))
-        rows.append([name, f"{getattr(machine, name) / size:,.4g}", unit, source])
+        first, *others = textwrap.wrap(source, _SOURCE_WIDTH)
+        rows.append([name, f"{getattr(machine, name) / size:,.4g}", unit, first])
+        rows += [["", "", "", line] for line in others]
     head = f"{machine.name}: {machine.fingerprint}\nkept in {calibration.cache_file(machine.fingerprint)}\n"
     return f"{head}\n{table(['value', 'figure', 'unit', 'from'], rows, left=(0, 2, 3))}"

@@ -188,28 +188,36 @@ def _row(scenario: Scenario, name: str, timeline: Timeline, spans: Sequence[trac
 
 def _page(scenario: Scenario, rows: Sequence[dict[str, Any]], written: Sequence[Path]) -> str:
     first = rows[0]["iteration_s"]
-    lines = [
+    times = [
         [
             row["program"],
             *(f"{row[part]:.3f}" for part in ("forward_s", "backward_s", "update_s", "iteration_s")),
             f"{row['iteration_s'] / first:.2f}",
             f"{row['parameters_per_second'] / 1e9:.2f}",
+        ]
+        for row in rows
+    ]
+    # A table of its own, so that lines stay below 120 columns.
+    lanes = [
+        [
+            row["program"],
             *(f"{row['share'].get(place, 0):.0%}" for place in ("host", "streamed", "resident")),
             *(f"{row['busy_in_update'].get(lane, 0):.0%}" for lane in _LANES),
         ]
         for row in rows
     ]
-    header = ["program", "forward s", "backward s", "update s", "iteration s", "of first", "G params/s"]
-    header += ["on CPU", "streamed", "resident", *(f"{lane} busy" for lane in _LANES)]
+    times_header = ["program", "forward s", "backward s", "update s", "iteration s", "of first", "G params/s"]
+    lanes_header = ["in the update", "on CPU", "streamed", "resident", *(f"{lane} busy" for lane in _LANES)]
     work = scenario.work
     parts = [
         f"{scenario.name} on {scenario.machine.name}: one rank of {work.ranks} on its node, states of "
         f"{short(work.parameters)} parameters in {len(work.subgroups)} subgroups",
-        table(header, lines),
+        table(times_header, times),
+        table(lanes_header, lanes),
         *(f"note: {note}" for note in scenario.notes),
         *(f"written: {path}" for path in written),
     ]
-    return "\n\n".join(parts[:2]) + "".join(f"\n{part}" for part in parts[2:])
+    return "\n\n".join(parts[:3]) + "".join(f"\n{part}" for part in parts[3:])
 
 
 # --- Files
