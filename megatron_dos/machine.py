@@ -106,6 +106,7 @@ _OPTIONAL = tuple(
 )
 _COUNTS = ("gpus", "cores")
 _MAY_BE_ZERO = ("copy_latency", "cpu_latency")
+_LEAST, _MOST = 1e-12, 1e24  # beyond any machine, in each of the units; times stay finite
 
 
 def _check(name: str, value: Any, where: str) -> None:
@@ -114,6 +115,8 @@ def _check(name: str, value: Any, where: str) -> None:
     if not math.isfinite(value) or value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
         least = "at least 0" if name in _MAY_BE_ZERO else "positive"
         raise MachineError(f"{where}: {name} is {value}; it is finite and {least}")
+    if value and not _LEAST <= value <= _MOST:
+        raise MachineError(f"{where}: {name} is {value}; it lies between {_LEAST:g} and {_MOST:g}")
     if name in _COUNTS and value != int(value):
         raise MachineError(f"{where}: {name} is {value}; it is a whole number")
 
@@ -142,7 +145,7 @@ def preset(name: str) -> Machine:
         MachineError: there is none of that name.
     """
     if name not in preset_names():
-        raise MachineError(f"no machine is called {name!r}: give one of {', '.join(preset_names())}, or a JSON file")
+        raise MachineError(f"no machine is called {name!r}: give one of {', '.join(preset_names())}")
     text = resources.files("megatron_dos").joinpath("machines", f"{name}.json").read_text(encoding="utf-8")
     return parse(text, f"machines/{name}.json")
 

@@ -534,6 +534,7 @@ def choose(
     *,
     free_gpu_memory: float | None = None,
     free_host_memory: float | None = None,
+    activations: float = 0,
     gpu_share: Fraction | float | None = None,
     resident_share: Fraction | float | None = None,
     stride: int = 0,
@@ -546,6 +547,7 @@ def choose(
         free_gpu_memory: bytes of each GPU that the update may take, slots and resident states together. States are made
             resident as far as it reaches, unless `resident_share` says how many. None: not known; none are resident.
         free_host_memory: bytes that are free on the node; None for all of it.
+        activations: bytes of `free_gpu_memory` that activations take between steps; more states are not advised there.
         gpu_share: update this part of the parameters that are not resident on the GPU, instead of the best.
         resident_share: keep this part of the states on the GPU.
         stride: stream one subgroup in `stride`, as in the published system, instead of the best.
@@ -584,15 +586,19 @@ def choose(
     limiting = max(lanes, key=found.lanes.__getitem__)
     streamed = found.streamed_share > 0
     memory = memory_fit(machine, work, resident, streamed, found.host_share, room, free_host_memory)
-    most_resident = max(Fraction(_room_for(work, machine.gpu_memory / 4), count), resident)
+    quarter, left = machine.gpu_memory / 4, room - activations
+    most_resident = max(Fraction(_room_for(work, min(quarter, left)), count), resident)
+    for_states = "a quarter of the GPU's memory" if quarter <= left else "what is free of the GPU's memory"
     more = {
         "twice the CPU cores": best(*_more_cores(machine, work), resident, closed_form_optimum),
         "twice the link": best(_faster_link(machine), work, resident, closed_form_optimum),
         "twice the host memory rate": best(
             replace(machine, dram=2 * machine.dram), work, resident, closed_form_optimum
         ),
-        "a quarter of the GPU's memory for resident states": best(machine, work, most_resident, closed_form_optimum),
     }
+    if most_resident > resident:
+        kept_there = best(machine, work, most_resident, closed_form_optimum)
+        more[f"{for_states} for resident states"] = kept_there
     helps = {name: more[name].seconds for name in sorted(more, key=lambda name: more[name].seconds)}
     return Choice(
         found.host_share,

@@ -76,7 +76,8 @@ def test_choice_and_times_are_those_of_the_performance_model(plan):
     machine, rank = preset("h100-pcie5"), found["rank"]
     work = perf_model.Workload(parameters=rank["owned_parameters"], ranks=4, subgroup=100_000_000)
     free = machine.gpu_memory - found["gpu_memory_bytes"]["params"] - found["gpu_memory_bytes"]["grads"]
-    choice = perf_model.choose(machine, work, free_gpu_memory=free, resident_share=0)
+    kept = found["gpu_memory_bytes"]["activations"]
+    choice = perf_model.choose(machine, work, free_gpu_memory=free, activations=kept, resident_share=0)
     assert found["choice"]["reason"] == choice.reason
     assert found["choice"]["limited_by"] == choice.limiting
     assert found["choice"]["step_seconds_with"] == dict(choice.helps)
@@ -224,6 +225,13 @@ def test_states_that_exceed_the_nodes_memory_are_refused_with_numbers(capsys, tm
         (["--model", "13b", "--gpus", "1", "--tensor-parallel", "1", "--machine", "rtx4090"], "divide the model"),
         (["--model", "13b", "--threads", "-1"], "--threads -1: h100-pcie5 has 96 cores"),
         (["--model", "13b", "--threads", "1000"], "--threads 1000: h100-pcie5 has 96 cores"),
+        (["--model", "13b", "--threads", "1000"], "give at most twice as many, or 0"),
+        (["--model", "13b", "--subgroup-size", str(2**41)], "and at most 1099511627776"),
+        (["--model", "13b", "--position-embedding-type", "sine"], "--position-embedding-type: invalid choice: 'sine'"),
+        (
+            ["--model", "13b", "--gpus", "8", "--resident-share", "1", "--machine", "h100-pcie5"],
+            "lower --resident-share or --subgroup-size",
+        ),
         (["--model", "13b", "--subgroup-size", "10"], "--subgroup-size 10: give 0, which is automatic, or at least"),
         (["--model", "13b", "--num-layers", "10000", "--hidden-size", "1000000"], "parameters are beyond any machine"),
         (["--model", "llama3-405b"], "each rank would own the states of 405.9B parameters"),
@@ -239,4 +247,14 @@ def test_wrong_values_are_wrong_usage(arguments, capsys):
     with pytest.raises(SystemExit) as exit_:
         cli.main(["plan", *(["--model", "13b"] if arguments else []), *arguments])
     assert exit_.value.code == 2
-    assert "usage: megatron-dos plan" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith("megatron-dos plan: ")
+    assert error.endswith("; see megatron-dos plan --help\n")
+    assert error.count("\n") == 1
+
+
+def test_advice_keeps_to_the_memory_that_is_free(plan):
+    helps = plan("plan", "--model", "13b", "--gpus", "8", "--machine", "h100-pcie5")["choice"]["step_seconds_with"]
+    stock = 11_315_860_480 / 8 / preset("h100-pcie5").gpu_update
+    assert helps["what is free of the GPU's memory for resident states"] > 4 * stock
+    assert not any("a quarter" in name for name in helps)

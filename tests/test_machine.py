@@ -89,6 +89,8 @@ def sources_with(**changes) -> dict[str, str]:
         (text_with(dram=0), r"m\.json: dram is 0; it is finite and positive"),
         (text_with(h2d_alone=float("inf")), r"m\.json: h2d_alone is inf; it is finite and positive"),
         (text_with(copy_latency=-1), r"m\.json: copy_latency is -1; it is finite and at least 0"),
+        (text_with(dram=1e-300), r"m\.json: dram is 1e-300; it lies between 1e-12 and 1e\+24"),
+        (text_with(cpu_latency=1e300), r"m\.json: cpu_latency is 1e\+300; it lies between"),
         (text_with(cores=1.5), r"m\.json: cores is 1.5; it is a whole number"),
         (text_with(sources=[]), r"m\.json: sources maps each value's name"),
         (text_with(sources=sources_with(dram=KeyError)), r"m\.json: sources says nothing about dram"),

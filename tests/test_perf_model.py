@@ -232,6 +232,20 @@ def test_shares_add_up_and_the_choice_explains_itself():
     assert seconds[0] < 0.8 * found.step_seconds
 
 
+def test_resident_states_are_advised_where_memory_is_free_for_them():
+    work = Workload(parameters=2 * 10**9)
+    quarter, rest = "a quarter of the GPU's memory", "what is free of the GPU's memory"
+    for free, activations, name in ((60, 0, quarter), (60, 41, rest), (19, 0, rest)):
+        found = choose(
+            preset("h100-pcie5"), work, free_gpu_memory=free * GB, activations=activations * GB, resident_share=0
+        )
+        assert f"{name} for resident states" in found.helps
+        assert len(found.helps) == 4
+    for taken in ({"activations": 59 * GB, "resident_share": 0}, {"resident_share": 1}):
+        found = choose(preset("h100-pcie5"), work, free_gpu_memory=60 * GB, **taken)
+        assert not any("resident" in name for name in found.helps), "nothing is left, or to be gained"
+
+
 def test_nothing_is_resident_unless_memory_is_said_to_be_free():
     work = Workload(parameters=2 * 10**9)
     assert choose(plain(), work).resident_share == 0

@@ -140,7 +140,8 @@ def _parser(where: str) -> argparse.ArgumentParser:
     ):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--normalization", default="LayerNorm", choices=("LayerNorm", "RMSNorm"))
-    parser.add_argument("--position-embedding-type", default="learned_absolute")
+    kinds = ("learned_absolute", "rope", "mrope", "yarn", "none")
+    parser.add_argument("--position-embedding-type", default="learned_absolute", choices=kinds)
     parser.add_argument("--moe-layer-freq", type=_frequency, default=1)
     parser.add_argument("--recompute-granularity", choices=("full", "selective"))
     parser.add_argument("--tokenizer-type")

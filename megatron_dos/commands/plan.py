@@ -82,9 +82,10 @@ def _plan(scenario: Scenario) -> dict[str, Any]:
             "--pipeline-parallel"
         )
     try:
-        choice = choose(machine, work, free_gpu_memory=free, resident_share=share)
+        choice = choose(machine, work, free_gpu_memory=free, activations=scenario.activations, resident_share=share)
     except MemoryFitError as error:
-        raise CommandError(f"{scenario.name} on {scenario.job.layout.gpus} GPUs: {error}") from error
+        way_out = str(error).replace("--dos-", "--")  # the flags of this command
+        raise CommandError(f"{scenario.name} on {scenario.job.layout.gpus} GPUs: {way_out}") from error
     memory = choice.memory
     kept = scenario.params + scenario.grads
     with_dos = kept + memory.gpu_resident + max(scenario.activations, memory.gpu_slots)

@@ -219,10 +219,16 @@ def _work(machine: Machine, options: argparse.Namespace, name: str, owned: int, 
             "node's memory. Give more --gpus"
         )
     if not 0 <= options.threads <= 2 * machine.cores:
-        raise CommandError(f"--threads {options.threads}: {machine.name} has {machine.cores} cores")
+        raise CommandError(
+            f"--threads {options.threads}: {machine.name} has {machine.cores} cores; give at most twice as many, or 0, "
+            "which is a rank's share of them"
+        )
     least = -(-owned // _MOST_SUBGROUPS)
     if options.subgroup_size and not least <= options.subgroup_size <= 2**40:
-        raise CommandError(f"--subgroup-size {options.subgroup_size}: give 0, which is automatic, or at least {least}")
+        raise CommandError(
+            f"--subgroup-size {options.subgroup_size}: give 0, which is automatic, or at least {least} and at most "
+            f"{2**40}"
+        )
     return Workload(
         parameters=owned,
         ranks=min(gpus, machine.gpus),
