@@ -67,6 +67,9 @@ class EarlyGrads:
     ) -> None:
         self._engine = engine
         self._grad_of = grad_of
+        # In the first step Megatron reduces when the backward pass has ended, so there is little to gain; and where it
+        # captures CUDA graphs at the end of that step, its trial runs overwrite the reduced grads for a while.
+        self._is_first_step, self._has_reduced = True, False
         keys = {
             id(bucket): (buffer_index, bucket_index)
             for buffer_index, buffer in enumerate(buffers)
@@ -86,9 +89,11 @@ class EarlyGrads:
         self, group: Any, start: Callable[..., None], buckets: set[tuple[int, int]], *args: Any, **kwargs: Any
     ) -> None:
         start(*args, **kwargs)
-        if group.grad_reduce_handle is not None:
+        self._has_reduced = True
+        if group.grad_reduce_handle is not None and not self._is_first_step:
             self._engine.send_early(buckets, self._grad_of, group.grad_reduce_handle.wait)
 
     def _change_all(self, change: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         self._engine.forget_early()
+        self._is_first_step = not self._has_reduced
         change(*args, **kwargs)

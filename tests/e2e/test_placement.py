@@ -67,8 +67,10 @@ def test_grads_that_are_sent_in_the_backward_pass(megatron, layout, precision):
     )
     assert_same_bits(run, megatron.train(arguments, ranks, "dos", STEPS))
     for rank in run.of_rank:
-        steps = [step for step in rank.inspected["step"] if step is not None]
-        assert len(steps) > 1
+        first, *steps = [step for step in rank.inspected["step"] if step is not None]
+        # In the first step Megatron may change grads after their reduction, see `EarlyGrads`. In fp16 it is skipped.
+        assert precision == "fp16" or first["early"] == 0 < first["on_host"]
+        assert steps
         assert all(step["early"] == step["on_host"] > 0 for step in steps)
         assert any(step["sent_again"] for step in steps)
 
