@@ -96,8 +96,8 @@ class StepMonitor:
         here = training()
         iteration = here.iteration if here else None
         traced = any(step in steps for steps in self._traced_steps)
-        self._seen += 1
-        measured = traced or self._seen <= FIRST or self._seen % EVERY == 0 or _is_logged(here, iteration)
+        seen = self._seen + 1  # if it is not skipped
+        measured = traced or seen <= FIRST or seen % EVERY == 0 or _is_logged(here, iteration)
         self._step = _Step(step, iteration, traced) if measured else None
         self._ranges = self._on_cuda and (traced or _is_profiled(here, iteration))
 
@@ -112,6 +112,7 @@ class StepMonitor:
 
     @contextmanager
     def _observed(self, program: Program, handlers: Handlers, grads: Sequence[torch.Tensor]) -> Iterator[Handlers]:
+        self._seen += 1
         if self._ranges:
             handlers = {kind: _in_range(handler) for kind, handler in handlers.items()}
         if self._step is None:

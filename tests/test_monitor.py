@@ -162,6 +162,16 @@ class TestWhichStepsAreMeasured:
         step(watching, 1)
         assert reports == [(1, 11)]
 
+    def test_steps_that_megatron_skips_do_not_use_up_the_first_ones(self, monkeypatch, reports):
+        """As in fp16, while the loss scale is still too large."""
+        here = make_training(curr_iteration=8)
+        monkeypatch.setattr(monitor, "training", lambda: here)
+        watching = make_monitor()
+        for _ in range(FIRST):
+            watching.begin(1)
+        step(watching, 1)
+        assert len(reports) == 1
+
     def test_other_steps_run_the_engines_own_handlers(self):
         watching = make_monitor()
         watching._seen = FIRST + 1
