@@ -69,6 +69,7 @@ class ResidentStates:
         self.numel = numel
         needed = numel * BYTES_PER_PARAMETER
         if device.type == "cuda" and numel:
+            torch.cuda.empty_cache()  # what the caching allocator holds unused is free, but does not look so
             free = torch.cuda.mem_get_info(device)[0]
             if needed > free:
                 raise DeviceMemoryError(

@@ -83,3 +83,14 @@ def test_states_start_as_zeros_and_take_memory_only_when_written():
     host = states.HostStates(256 * 2**20)  # 3 GiB of address space
     assert psutil.Process().memory_info().rss - resident < 64 * 2**20
     assert not host.exp_avg[:1000].any()
+
+
+def test_resident_states_are_refused_when_they_do_not_fit_into_what_the_device_can_give(monkeypatch):
+    """The caching allocator gives back what it holds unused before the device is asked what is free."""
+    free, cuda = [1000], torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.append(1200))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[-1], 2000))
+    monkeypatch.setattr(torch, "zeros", lambda numel, device: (numel, device))
+    assert states.ResidentStates(100, cuda).master == (100, cuda)
+    with pytest.raises(states.DeviceMemoryError, match=r"--dos-resident-share keeps .* Lower the share"):
+        states.ResidentStates(101, cuda)
