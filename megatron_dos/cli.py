@@ -21,7 +21,7 @@ __all__ = ["main"]
 _USER_ERRORS = (patching.PatchError, CommandError)
 
 _PATCH_HELP = """\
-Add deep optimizer states to a Megatron-LM checkout: an argument group, a check of the arguments, three fields of
+Add deep optimizer states to a Megatron-LM checkout: an argument group, a check of the arguments, fields of
 OptimizerConfig, and the choice of the optimizer's class. Without --use-deep-optimizer-states the patched tree does
 what it did before.
 
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         return status
     except _USER_ERRORS as error:
-        print(f"megatron-dos: {error}", file=sys.stderr)
+        print(f"megatron-dos: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("megatron-dos: interrupted", file=sys.stderr)

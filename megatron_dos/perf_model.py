@@ -215,7 +215,7 @@ def memory_fit(
             "lower --dos-resident-share or --dos-subgroup-size",
         ),
         (
-            f"node for {work.ranks} ranks",
+            f"node for {work.ranks} rank{'s' if work.ranks > 1 else ''}",
             memory.host,
             machine.host_memory if free_host_memory is None else free_host_memory,
             f"{_gb(memory.host_states)} of states, {_gb(memory.host_slots)} of slots",

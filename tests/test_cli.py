@@ -57,6 +57,11 @@ def test_errors_are_one_line_on_stderr_and_status_2(command, tmp_path, capsys):
     assert re.fullmatch(r"megatron-dos: [^\n]+\n", err)
 
 
+def test_name_with_a_line_end_leaves_the_error_one_line(tmp_path, capsys):
+    assert cli.main(["patch", str(tmp_path / "a\nb")]) == 2
+    assert re.fullmatch(r"megatron-dos: [^\n]+/a b does not exist[^\n]+\n", capsys.readouterr().err)
+
+
 def test_damaged_installation_is_an_error_without_a_traceback(monkeypatch, capsys):
     def damaged():
         raise patching.PatchError("this installation has no patches. Install megatron-dos again.")
@@ -152,6 +157,7 @@ def test_help_of_the_planning_commands_needs_no_torch(command, words):
     finished = megatron_trees.run_python(code, command)
     assert finished.returncode == 0, finished.stderr
     assert all(word in finished.stdout for word in words)
+    assert max(map(len, finished.stdout.splitlines())) <= 120
 
 
 def test_only_plans_take_flags_of_megatron(tree, capsys):

@@ -193,6 +193,7 @@ def test_page_has_the_figures(capsys):
         "with a quarter of the GPU's memory for resident states:",
     ):
         assert text in page
+    assert max(map(len, page.splitlines())) <= 120
 
 
 def test_machine_may_be_a_file_or_the_measured_one(plan, capsys, tmp_path):

@@ -12,7 +12,7 @@ from megatron_dos.commands import CommandError
 from megatron_dos.commands.megatron_flags import add_layout_flags, layout_overrides, read_job
 from megatron_dos.commands.models import KNOWN_MODELS
 from megatron_dos.commands.scenario import Scenario, add_machine_flag, iteration_spans, scenario_of
-from megatron_dos.commands.text import gib, short, table
+from megatron_dos.commands.text import gib, plural, short, table, wrapped
 
 __all__ = ["add", "run"]
 
@@ -25,7 +25,7 @@ communication of parallel groups; activations are an estimate.
 --model takes a name, or a file of Megatron's flags: a shell script, plain text or YAML (needs PyYAML); its flags that
 change neither parameters nor memory are passed over. Flags of Megatron given here count more than the file's.
 
-Known models: {models}"""
+{models}"""
 
 _EPILOG = """\
 examples:
@@ -38,7 +38,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
         help="memory, step time and best share of a model on a machine",
-        description=_HELP.format(models=", ".join(KNOWN_MODELS)),
+        description=_HELP.format(models=wrapped(f"Known models: {', '.join(KNOWN_MODELS)}", indent="")),
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -85,7 +85,7 @@ def _plan(scenario: Scenario) -> dict[str, Any]:
         choice = choose(machine, work, free_gpu_memory=free, activations=scenario.activations, resident_share=share)
     except MemoryFitError as error:
         way_out = str(error).replace("--dos-", "--")  # the flags of this command
-        raise CommandError(f"{scenario.name} on {scenario.job.layout.gpus} GPUs: {way_out}") from error
+        raise CommandError(f"{scenario.name} on {plural(scenario.job.layout.gpus, 'GPU')}: {way_out}") from error
     memory = choice.memory
     kept = scenario.params + scenario.grads
     with_dos = kept + memory.gpu_resident + max(scenario.activations, memory.gpu_slots)
@@ -170,20 +170,20 @@ def _page(scenario: Scenario, plan: dict[str, Any]) -> str:
     ]
     parts = [
         f"{scenario.name}: {scenario.parameters:,} parameters ({scenario.job.source})\n"
-        f"{layout.gpus} GPUs, {plan['layout']['ranks_per_node']} a node; parallel: {', '.join(groups)}\n"
+        f"{plural(layout.gpus, 'GPU')}, {plan['layout']['ranks_per_node']} a node; parallel: {', '.join(groups)}\n"
         f"machine: {scenario.machine.name}\n"
         f"each rank: {short(scenario.stage.parameters)} parameters, states of {short(scenario.stage.owned)}, in "
-        f"{plan['rank']['subgroups']} subgroups",
+        f"{plural(plan['rank']['subgroups'], 'subgroup')}",
         _memory_table(plan),
         _system_table(plan),
-        f"best: {choice['reason']}\n"
+        f"{wrapped('best: ' + choice['reason'])}\n"
         f"limited by: {choice['limited_by']}\n"
         + "\n".join(
             f"  with {name}: {_seconds(value)} ({value / choice['step_seconds'] - 1:+.0%})"
             for name, value in choice["step_seconds_with"].items()
         ),
     ]
-    parts += [f"note: {note}" for note in plan["notes"]]
+    parts += [wrapped(f"note: {note}") for note in plan["notes"]]
     return "\n\n".join(parts)
 
 

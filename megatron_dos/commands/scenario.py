@@ -103,7 +103,9 @@ def add_machine_flag(parser: argparse.ArgumentParser) -> None:
         help="how grads go to the CPU, as --dos-grad-transfer (%(default)s)",
     )
     parser.add_argument(
-        "--early-grads", action="store_true", help="send grads in the backward pass, as --dos-early-grad-slots does"
+        "--early-grads",
+        action="store_true",
+        help="send all grads of the CPU's subgroups in the backward pass, as with enough --dos-early-grad-slots",
     )
     parser.add_argument(
         "--resident-share",

@@ -22,7 +22,7 @@ from megatron_dos.commands.scenario import (
     scenario_of,
     scenario_of_count,
 )
-from megatron_dos.commands.text import short, table
+from megatron_dos.commands.text import plural, short, table, wrapped
 from megatron_dos.files import new_files
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ programs of other systems, with the rates of a machine. Prints a table; with --o
 
 The communication of parallel groups is not simulated, nor is memory checked: `megatron-dos plan` does that.
 
-Programs: {programs}"""
+{programs}"""
 
 _OURS = "ours"
 RIVALS = (
@@ -67,7 +67,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "simulate",
         help="a timeline of a whole iteration, for this and other systems",
-        description=_HELP.format(programs=", ".join(programs)),
+        description=_HELP.format(programs=wrapped(f"Programs: {', '.join(programs)}", indent="")),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -211,10 +211,10 @@ def _page(scenario: Scenario, rows: Sequence[dict[str, Any]], written: Sequence[
     work = scenario.work
     parts = [
         f"{scenario.name} on {scenario.machine.name}: one rank of {work.ranks} on its node, states of "
-        f"{short(work.parameters)} parameters in {len(work.subgroups)} subgroups",
+        f"{short(work.parameters)} parameters in {plural(len(work.subgroups), 'subgroup')}",
         table(times_header, times),
         table(lanes_header, lanes),
-        *(f"note: {note}" for note in scenario.notes),
+        *(wrapped(f"note: {note}") for note in scenario.notes),
         *(f"written: {path}" for path in written),
     ]
     return "\n\n".join(parts[:3]) + "".join(f"\n{part}" for part in parts[3:])

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
-__all__ = ["gib", "short", "table"]
+__all__ = ["WIDTH", "gib", "plural", "short", "table", "wrapped"]
+
+WIDTH = 118
+"""Columns of a page at most."""
+
+
+def wrapped(text: str, indent: str = "  ") -> str:
+    """A sentence in lines that fit, those after the first indented; words with hyphens stay whole."""
+    return textwrap.fill(text, WIDTH, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
+
+
+def plural(count: int, what: str) -> str:
+    """'1 GPU', '8 GPUs'."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
