@@ -8,6 +8,7 @@ on all its streams, at the end of the step itself or at the start of the next on
 from __future__ import annotations
 
 import atexit
+import tempfile
 import time
 import warnings
 import weakref
@@ -207,9 +208,8 @@ def _trace_folder(given: str) -> Path | None:
     folder = Path(given)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".{id(folder)}"
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=folder):  # under a name of its own: other ranks try at the same time
+            pass
     except OSError as error:
         raise UnsupportedOptionError(
             f"--dos-trace-dir {given} cannot be written to: {error}. Name a folder that can."

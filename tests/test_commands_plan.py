@@ -254,6 +254,14 @@ def test_wrong_values_are_wrong_usage(arguments, capsys):
     assert error.count("\n") == 1
 
 
+def test_a_job_that_needs_no_offloading_is_told_so(plan):
+    flags = ("plan", "--model", "13b", "--gpus", "8", "--machine")
+    for machine, fits in (("h200", True), ("h100-pcie5", False)):
+        found = plan(*flags, machine)
+        assert found["systems"][-1]["fits"] is fits
+        assert any("the states fit on the GPUs" in note for note in found["notes"]) is fits
+
+
 def test_advice_keeps_to_the_memory_that_is_free(plan):
     helps = plan("plan", "--model", "13b", "--gpus", "8", "--machine", "h100-pcie5")["choice"]["step_seconds_with"]
     stock = 11_315_860_480 / 8 / preset("h100-pcie5").gpu_update

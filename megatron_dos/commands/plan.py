@@ -103,6 +103,9 @@ def _plan(scenario: Scenario) -> dict[str, Any]:
     passes = scenario.passes.forward + scenario.passes.backward
     rate, fits = machine.gpu_update, without <= machine.gpu_memory
     systems.append(_System("states on the GPU: stock Megatron", on_gpu, passes + on_gpu, rate, 1.0, fits))
+    notes = list(scenario.notes)
+    if fits:
+        notes.append("the states fit on the GPUs: without deep optimizer states Megatron is faster here")
     layout = scenario.job.layout
     return {
         "model": {
@@ -151,7 +154,7 @@ def _plan(scenario: Scenario) -> dict[str, Any]:
         },
         "passes_seconds": asdict(scenario.passes),
         "systems": [asdict(system) for system in systems],
-        "notes": list(scenario.notes),
+        "notes": notes,
     }
 
 
