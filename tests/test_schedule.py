@@ -276,6 +276,25 @@ def test_host_device_runs_each_operation_once_in_order():
     assert ran == list(range(len(program.ops)))
 
 
+def test_host_device_waits_for_each_update_once_when_one_fails():
+    waited = []
+
+    class Ticket:
+        def __init__(self, subgroup: int) -> None:
+            self.subgroup = subgroup
+
+        def wait(self) -> None:
+            waited.append(self.subgroup)
+            if self.subgroup == 1:
+                raise RuntimeError("out of luck")
+
+    program = build_program([SubgroupShape((0, 0), 1, True)] * 4, [Placement.HOST] * 4, host_slots=0)
+    handlers = dict.fromkeys(OpKind, lambda op: None) | {OpKind.UPDATE_ON_HOST: lambda op: Ticket(op.subgroup)}
+    with pytest.raises(RuntimeError, match="out of luck"):
+        HostDevice().run(program, handlers, nothing)
+    assert waited == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("host_slots", [0, 2])
 def test_host_device_waits_for_updates_before_any_other_operation(host_slots):
     """In place, nothing but the release of the bucket comes between them, so they are in flight together."""

@@ -75,10 +75,17 @@ class HostDevice:
 
 
 def _wait_for(tickets: list[Any]) -> None:
-    """Wait for all, and forget them."""
-    for ticket in tickets:
-        ticket.wait()
+    """Wait for all, also for those after one that fails, and forget them; raises what the first of those raised."""
+    failures: list[BaseException] = []
+    waited_for = list(tickets)
     tickets.clear()
+    for ticket in waited_for:
+        try:
+            ticket.wait()
+        except BaseException as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
 
 
 def _finish() -> None:
