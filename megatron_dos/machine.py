@@ -177,6 +177,8 @@ def parse(text: str, where: str) -> Machine:
         given = json.loads(text)
     except ValueError as error:
         raise MachineError(f"{where}: not JSON: {error}") from error
+    except RecursionError:
+        raise MachineError(f"{where}: not a machine: it is nested too deeply") from None
     if not isinstance(given, dict):
         raise MachineError(f"{where}: not a JSON object of a machine's values")
     known = [f.name for f in dataclasses.fields(Machine)]

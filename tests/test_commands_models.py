@@ -280,6 +280,8 @@ def test_unknown_model_names_the_known_ones():
     [
         ("a.yaml", "- 1\n", "holds no mapping"),
         ("a.yaml", "a: [", "is not YAML"),
+        ("a.yaml", "a: " + "[" * 5000, "is nested too deeply"),
+        ("a.yaml", "a: &self {b: *self}", "holds a mapping that holds itself"),
         ("a.sh", "echo 'open", "cannot be taken apart"),
         ("a.sh", b"\xff\xfe", "cannot be read"),
     ],

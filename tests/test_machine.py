@@ -80,6 +80,7 @@ def sources_with(**changes) -> dict[str, str]:
     [
         ("{", r"m\.json: not JSON"),
         ("[]", r"m\.json: not a JSON object"),
+        ("[" * 100_000, r"m\.json: not a machine: it is nested too deeply"),
         (text_with(dram=KeyError), r"m\.json: no dram"),
         (text_with(name=KeyError), r"m\.json: no name"),
         (text_with(name=3), r"m\.json: name is 3; it takes a text"),

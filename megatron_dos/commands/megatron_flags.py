@@ -432,10 +432,15 @@ def _flags_of_yaml(path: Path, text: str) -> list[str]:
         content = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise CommandError(f"--model {path} is not YAML: {' '.join(str(error).split())}") from error
+    except RecursionError:
+        raise CommandError(f"--model {path} is nested too deeply") from None
     if not isinstance(content, dict):
         raise CommandError(f"--model {path} holds no mapping of flags to values")
     flags: list[str] = []
-    _collect(content, flags)
+    try:
+        _collect(content, flags)
+    except RecursionError:
+        raise CommandError(f"--model {path} holds a mapping that holds itself") from None
     return flags
 
 
