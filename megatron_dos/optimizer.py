@@ -12,6 +12,7 @@ all-gather, the checkpoint layouts and every process group stay Megatron's own c
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
@@ -30,13 +31,13 @@ from megatron_dos.checkpoint import (
     require_shared_memory,
     zero_padding,
 )
+from megatron_dos.deferred_grads import DeferredGrads
 from megatron_dos.device import CudaDevice, Device, HostDevice
 from megatron_dos.early_grads import EarlyGrads, may_change
 from megatron_dos.engine import EngineOptions, UpdateEngine, host_bytes, resident_parameters, staging_bytes
 from megatron_dos.kernels import AdamScalars, device_kernel
 from megatron_dos.kernels import cpu as cpu_kernel
 from megatron_dos.kernels.threads import default_threads, local_rank, ranks_on_node
-from megatron_dos.low_precision_grads import LowPrecisionGrads
 from megatron_dos.monitor import StepMonitor
 from megatron_dos.operations import StepInputs
 from megatron_dos.param_gather import EarlyParamGather, is_possible
@@ -87,7 +88,7 @@ class HostAdam(torch.optim.Optimizer):
         engine: the states and their update.
         owners: shard -> index of that shard in the engine.
         decoupled: AdamW when true, else the decay is added to the grad.
-        low_precision: the step's grads that Megatron does not scale in place.
+        deferred: the step's grads that Megatron does not scale in place.
         early_gather: told of buckets whose params are written.
 
     `step_count` is the one step counter of this rank: there is none per group, subgroup or parameter.
@@ -99,7 +100,7 @@ class HostAdam(torch.optim.Optimizer):
         engine: UpdateEngine,
         owners: dict[torch.Tensor, int],
         decoupled: bool,
-        low_precision: LowPrecisionGrads,
+        deferred: DeferredGrads,
         early_gather: EarlyParamGather | None = None,
     ) -> None:
         # torch would refuse shards of FP32 params, which are views that autograd knows: give it the groups after.
@@ -109,7 +110,7 @@ class HostAdam(torch.optim.Optimizer):
         self._engine = engine
         self._owners = owners
         self._decoupled = decoupled
-        self._low_precision = low_precision
+        self._deferred = deferred
         self._early_gather = early_gather
         self.state = _LiveStates(engine, owners)
 
@@ -137,7 +138,7 @@ class HostAdam(torch.optim.Optimizer):
             )
             for shard in group["params"]:
                 owner = self._owners[shard]
-                grad = self._low_precision.grad(owner)
+                grad = self._deferred.grad(owner)
                 grad = shard.decoupled_grad if grad is None else grad
                 if grad is None:
                     raise RuntimeError("HostAdam.step: a parameter shard has no grad; prepare_grads() comes first")
@@ -146,7 +147,7 @@ class HostAdam(torch.optim.Optimizer):
         inputs = StepInputs(
             grads=[grads[i] for i in range(count)],
             scalars=[scalars[i] for i in range(count)],
-            grad_scales=self._low_precision.factors(),
+            grad_scales=self._deferred.factors(),
         )
         if self._early_gather is None:
             self._engine.update(inputs)
@@ -218,6 +219,10 @@ def _engine_options(options: DosOptions, device: torch.device) -> EngineOptions:
 def _sends_early(options: DosOptions, device: torch.device, config: Any, model_chunks: list[Any]) -> bool:
     if options.dos_overlap_grad_d2h != "auto":
         return options.dos_overlap_grad_d2h == "on"
+    # With one hardware queue the copies' wait for a reduction might hold up the backward pass behind it; counting zeros
+    # would need stand-ins of 4 bytes for each zero of FP32 grads.
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" or config.log_num_zeros_in_grad:
+        return False
     first = model_chunks[0]
     return device.type == "cuda" and can_send_grads_early(config, first.ddp_config, first.config)
 
@@ -308,13 +313,13 @@ class DeepStatesOptimizer(DistributedOptimizer):
         self._half_loaded = ""  # why no step is possible, or nothing
         if sends_early:
             EarlyGrads(model_chunks, self.buffers, self._engine, self._grad_of)
-        self._low_precision = LowPrecisionGrads(fp32_too=sends_early)
+        self._deferred = DeferredGrads(fp32_too=sends_early)
         self.optimizer = HostAdam(
             self.optimizer.param_groups,
             self._engine,
             {shard: owner for owner, shard in enumerate(self._shards)},
             decoupled=config.decoupled_weight_decay,
-            low_precision=self._low_precision,
+            deferred=self._deferred,
             early_gather=EarlyParamGather(model_chunks, self.buffers, self._engine.buckets) if gathers_early else None,
         )
         expert = any(not getattr(param, "allreduce", True) for param in self._owned_params)
@@ -367,11 +372,11 @@ class DeepStatesOptimizer(DistributedOptimizer):
             return super().prepare_grads()
 
     def _copy_model_grads_to_main_grads(self) -> None:
-        """Adds to the base: grads that are not scaled in place get stand-ins, see `low_precision_grads`."""
+        """Adds to the base: grads that are not scaled in place get stand-ins, see `deferred_grads`."""
         super()._copy_model_grads_to_main_grads()
         if self.is_stub_optimizer:
             return
-        self._low_precision.collect(
+        self._deferred.collect(
             self._shards,
             self.grad_scaler.inv_scale if self.grad_scaler else None,
             count_zeros=self.config.log_num_zeros_in_grad,
@@ -380,16 +385,14 @@ class DeepStatesOptimizer(DistributedOptimizer):
     def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
         """Replaces: grads that are not scaled in place, in the list of those that are, by their magnitudes."""
         in_place = [
-            shard.decoupled_grad.data
-            for owner, shard in enumerate(self._shards)
-            if self._low_precision.grad(owner) is None
+            shard.decoupled_grad.data for owner, shard in enumerate(self._shards) if self._deferred.grad(owner) is None
         ]
-        return in_place + self._low_precision.magnitudes()
+        return in_place + self._deferred.magnitudes()
 
     def get_grads_for_grad_norm(self, *args, **kwargs) -> list[torch.Tensor]:
         """Replaces: grads that are not scaled in place, in the list that the norm is taken of, by their norms."""
         grads = super().get_grads_for_grad_norm(*args, **kwargs)
-        return grads if self.is_stub_optimizer else self._low_precision.for_norm(grads)
+        return grads if self.is_stub_optimizer else self._deferred.for_norm(grads)
 
     def step_with_ready_grads(self) -> bool:
         """Adds to the base: FP32 params are adopted first; `--log-params-norm` is answered from the new masters."""
@@ -444,7 +447,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
         """Adds to the base: the step's grads that were not scaled in place are let go, its times are collected."""
         super().zero_grad(set_to_none)
         if not self.is_stub_optimizer:
-            self._low_precision.clear()
+            self._deferred.clear()
             self._monitor.collect()
 
     def _copy_model_params_to_main_params(self, state_dict=None) -> None:

@@ -27,7 +27,7 @@ LAYERS = {
     "reservations": set(),
     "states": {"kernels", "reservations"},
     "checkpoint": {"kernels", "states"},
-    "low_precision_grads": set(),
+    "deferred_grads": set(),
     "param_gather": set(),
     "arguments": set(),
     "device": {"schedule"},
@@ -45,7 +45,7 @@ LAYERS = {
     "reporting": {"measure"},
     "monitor": {"arguments", "device", "engine", "measure", "reporting", "schedule", "trace", "tuner"},
     "optimizer": {
-        *("arguments", "checkpoint", "device", "early_grads", "engine", "kernels", "low_precision_grads", "operations"),
+        *("arguments", "checkpoint", "device", "early_grads", "engine", "kernels", "deferred_grads", "operations"),
         *("calibration", "monitor", "param_gather", "partition", "perf_model", "tuner"),
     },
 }

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-
 running: Recorder
 """The one of the training that goes on, for hooks that need more of it than they are given."""
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_dos.low_precision_grads import LowPrecisionGrads
+from megatron_dos.deferred_grads import DeferredGrads
 
 SHAPES = (1, 7, 4096, 100_003)
 
@@ -37,7 +37,7 @@ def test_norm_and_clip_have_the_bits_of_the_upcasting_path(dtype, inv_scale):
     norms = [torch.norm(grad) for grad in upcast]
     factor = 0.1234567
 
-    low = LowPrecisionGrads()
+    low = DeferredGrads()
     low.collect(shards, inv, count_zeros=False)
     if inv is not None:
         shards[-1].decoupled_grad.mul_(inv)  # FP32 grads are unscaled in place by Megatron
@@ -65,7 +65,7 @@ def test_fp32_grads_that_stay_as_they_are_give_the_bits_of_scaling_in_place(inv_
     inv = None if inv_scale is None else torch.tensor([inv_scale])
     scaled = [grad if inv is None else grad * inv for grad in copies]
 
-    low = LowPrecisionGrads(fp32_too=True)
+    low = DeferredGrads(fp32_too=True)
     low.collect(shards, inv, count_zeros=False)
     assert all(stand_in.numel() == 1 for stand_in in low.magnitudes())
     stand_ins = low.for_norm([shard.decoupled_grad for shard in shards])
@@ -82,7 +82,7 @@ def test_fp32_grads_that_stay_as_they_are_give_the_bits_of_scaling_in_place(inv_
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_one_non_finite_element_shows_in_the_magnitudes(bad):
     shards = shards_with_grads(torch.bfloat16)
-    low = LowPrecisionGrads()
+    low = DeferredGrads()
     low.collect(shards, None, count_zeros=False)
     assert all(torch.isfinite(m).all() for m in low.magnitudes())
     shards = shards_with_grads(torch.bfloat16)
@@ -95,7 +95,7 @@ def test_zeros_are_counted_after_clipping():
     shards = shards_with_grads(torch.bfloat16)
     shards[2].decoupled_grad[::3] = 0
     expected = [int((shard.decoupled_grad == 0).sum()) for shard in shards]
-    low = LowPrecisionGrads()
+    low = DeferredGrads()
     low.collect(shards, None, count_zeros=True)
     for shard in shards:
         shard.decoupled_grad.mul_(0.5)
@@ -105,7 +105,7 @@ def test_zeros_are_counted_after_clipping():
 
 
 def test_the_inverse_scale_is_that_of_the_collected_step():
-    low = LowPrecisionGrads()
+    low = DeferredGrads()
     inv = torch.tensor([0.25])
     low.collect(shards_with_grads(torch.float16), inv, count_zeros=False)
     assert low.factors()[0] == (0.25, 1.0)

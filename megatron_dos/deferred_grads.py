@@ -23,10 +23,10 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["LowPrecisionGrads"]
+__all__ = ["DeferredGrads"]
 
 
-class LowPrecisionGrads:
+class DeferredGrads:
     """The grads of one step that are not scaled in place, and the stand-ins Megatron's grad code sees for them.
 
     Args:
