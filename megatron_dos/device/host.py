@@ -44,13 +44,7 @@ class HostDevice:
         handlers: Mapping[OpKind, Callable[[Op], Any]],
         memory: Callable[[Resource], list[torch.Tensor]],
     ) -> None:
-        """Run `program`.
-
-        Args:
-            program: what to run.
-            handlers: called as `handlers[op.kind](op)`; one that returns a ticket (anything with `wait()`) has
-                started work that ends with that.
-            memory: resource -> the staging memory behind it. Not used here.
+        """Run `program`, see `Device`.
 
         Raises:
             RuntimeError: an operation depends on one that comes after it: the program is not in a valid order.

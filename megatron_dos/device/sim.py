@@ -76,13 +76,7 @@ class SimDevice:
         handlers: Mapping[OpKind, Callable[[Op], Any]],
         memory: Callable[[Resource], list[torch.Tensor]],
     ) -> None:
-        """Run `program`.
-
-        Args:
-            program: what to run.
-            handlers: called as `handlers[op.kind](op)`; one that returns a ticket (anything with `wait()`) has
-                started work that ends with that.
-            memory: resource -> the staging memory behind it, which is filled with NaN while it holds nothing.
+        """Run `program`, see `Device`; `memory` is filled with NaN while it holds nothing.
 
         Raises:
             RaceError: see `check`; both operations are named.
