@@ -42,8 +42,6 @@ __all__ = [
     "Stream",
     "SubgroupShape",
     "build_program",
-    "cpu_only",
-    "device_only",
     "every_kth_on_device",
     "every_kth_with_serial_copies",
     "mix",
@@ -121,11 +119,6 @@ class Program:
     host_slots: int
     device_slots: int
     early: Mapping[int, int] = field(default_factory=dict)
-
-    @property
-    def casts(self) -> bool:
-        """Whether any operation needs an FP32 grad slot on the device."""
-        return any(op.kind is OpKind.CAST_GRAD for op in self.ops)
 
     def predecessors(self) -> list[frozenset[int]]:
         """For each operation, those that must end before it starts: its dependencies and its predecessor on its stream.
@@ -362,16 +355,6 @@ def every_kth_on_device(count: int, stride: int) -> tuple[Placement, ...]:
 
 
 # --- the programs of other systems, for comparison on the virtual clock
-
-
-def cpu_only(subgroups: Sequence[SubgroupShape], host_slots: int = 2) -> Program:
-    """Everything on the CPU, grads and params copied meanwhile: full offload with asynchronous copies."""
-    return build_program(subgroups, [Placement.HOST] * len(subgroups), host_slots=host_slots)
-
-
-def device_only(subgroups: Sequence[SubgroupShape], device_slots: int = 3) -> Program:
-    """Everything streamed through the device."""
-    return build_program(subgroups, [Placement.STREAMED] * len(subgroups), device_slots=device_slots)
 
 
 def static_split(subgroups: Sequence[SubgroupShape], device_share: Fraction | float, host_slots: int = 2) -> Program:

@@ -1,7 +1,7 @@
 """Spans of time on lanes, and two ways to look at them: a trace for Perfetto, and a picture.
 
-A span says what occupied a lane, from when and for how long. A run of the virtual clock gives spans (`spans_of`), and
-so do the events and tickets of a real step: nothing here knows where they come from.
+A span says what occupied a lane, from when and for how long. A timeline gives spans (`spans_of`), be it that of the
+virtual clock or of a real step: nothing here knows where its times come from.
 
 Both outputs take *tracks*: spans by the name of what they belong to, such as a rank or one of several programs to
 compare. Times are seconds on one clock for all tracks.
@@ -83,13 +83,13 @@ class Span:
 Tracks = Mapping[str, Sequence[Span]]
 """Spans by the name of the rank, or of the program, that they belong to."""
 
-_ORDER = ("gpu", "h2d", "d2h", "link", "cpu", "dram", "network", "release")
+_ORDER = ("gpu", "h2d", "d2h", "cpu", "release")
 
 
 def spans_of(
     timeline: Timeline, nbytes: Callable[[Op], int | None] = lambda op: None, offset_s: float = 0.0
 ) -> list[Span]:
-    """The spans of a run on the virtual clock.
+    """The spans of a run, measured or on the virtual clock.
 
     Args:
         timeline: the run.

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from megatron_dos.device.clock import (
     FULL_DUPLEX,
-    HALF_DUPLEX,
     HostMemory,
     Rate,
     Sharing,
@@ -28,8 +27,6 @@ from megatron_dos.schedule import (
     Stream,
     SubgroupShape,
     build_program,
-    cpu_only,
-    device_only,
     every_kth_with_serial_copies,
     mix,
     static_split,
@@ -38,6 +35,8 @@ from megatron_dos.schedule import (
 )
 
 NUMEL = 100_000_000
+# The two copy directions take turns.
+HALF_DUPLEX = {stream: "link" if lane in ("h2d", "d2h") else lane for stream, lane in FULL_DUPLEX.items()}
 
 
 def shapes(count: int, casts: bool = False) -> list[SubgroupShape]:
@@ -181,8 +180,8 @@ def test_the_interleaved_program_beats_its_rivals_at_the_balance_point():
 
     ours = makespan(build_program(subgroups, mix([NUMEL] * count, balanced_share(55e9, 2e9))))
     rivals = {
-        "cpu only": makespan(cpu_only(subgroups)),
-        "device only": makespan(device_only(subgroups)),
+        "cpu only": makespan(build_program(subgroups, [Placement.HOST] * count)),
+        "device only": makespan(build_program(subgroups, [Placement.STREAMED] * count)),
         "k=2, by turns": makespan(every_kth_with_serial_copies(subgroups, 2), HALF_DUPLEX),
         "20 % static": makespan(static_split(subgroups, 0.2)),
     }

@@ -26,7 +26,7 @@ from megatron_dos.perf_model import (
     optimum,
     program_for,
 )
-from megatron_dos.schedule import OpKind, Placement, SubgroupShape, build_program, cpu_only
+from megatron_dos.schedule import OpKind, Placement, SubgroupShape, build_program
 
 GB = 10**9
 # The 20B model of the published testbed: 15.327e9 parameters on 4 GPUs.
@@ -156,7 +156,7 @@ def test_early_grads_cost_the_step_nothing_also_where_the_program_names_them():
 def test_params_from_pageable_memory_are_slow_and_read_and_written_once_more():
     machine = plain(h2d_pageable=5e9, dram=30e9)
     work = Workload(parameters=10**9, subgroup=10**9, threads=100)
-    program = cpu_only([SubgroupShape((0, 0), 10**9, False)])
+    program = build_program([SubgroupShape((0, 0), 10**9, False)], [Placement.HOST])
     path = HostPath(touched=30, grad=0, param=2, pageable=True)
     # The link at 5 GB/s would take 0.4 s; 6 bytes of host memory at 30 GB/s take 0.2 s.
     assert on_the_clock(machine, work, program, path).makespan == pytest.approx(1.0 + 0.4)

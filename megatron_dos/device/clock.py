@@ -28,7 +28,6 @@ from megatron_dos.schedule import Op, OpKind, Program, Stream
 
 __all__ = [
     "FULL_DUPLEX",
-    "HALF_DUPLEX",
     "HostMemory",
     "Rate",
     "Sharing",
@@ -57,11 +56,6 @@ FULL_DUPLEX: Mapping[Stream, str] = {
     Stream.RELEASE: "release",
 }
 """Each copy direction is a lane of its own."""
-
-HALF_DUPLEX: Mapping[Stream, str] = {
-    stream: "link" if lane in ("h2d", "d2h") else lane for stream, lane in FULL_DUPLEX.items()
-}
-"""The two copy directions take turns."""
 
 
 @dataclass(frozen=True)
