@@ -65,12 +65,10 @@ class LaneUse:
     Attributes:
         busy: seconds for which at least one operation ran on it.
         nbytes: moved over it; 0 where it is no link.
-        numel: parameters that it updated; 0 where it updates none.
     """
 
     busy: float = 0.0
     nbytes: int = 0
-    numel: int = 0
 
 
 @dataclass(frozen=True)
@@ -121,12 +119,7 @@ def figures(step: int, timeline: Timeline, traffic: Sequence[SubgroupTraffic]) -
     lanes = {}
     for lane in LANES:
         ops = [program.ops[index] for index in timeline.lanes.get(lane, ())]
-        updates = [op for op in ops if op.kind in (OpKind.UPDATE_ON_HOST, OpKind.UPDATE_ON_DEVICE)]
-        lanes[lane] = LaneUse(
-            busy=timeline.busy(lane),
-            nbytes=sum(moved(op) or 0 for op in ops),
-            numel=sum(traffic[op.subgroup].numel for op in updates),
-        )
+        lanes[lane] = LaneUse(busy=timeline.busy(lane), nbytes=sum(moved(op) or 0 for op in ops))
     numel = sum(each.numel for each in traffic)
     on_host = sum(
         each.numel for each, place in zip(traffic, program.placements, strict=True) if place is Placement.HOST

@@ -198,7 +198,6 @@ def test_figures_are_those_of_the_operations():
     assert found.seconds == ran.makespan
     assert found.lanes["h2d"].nbytes == 12 * half + 2 * half
     assert found.lanes["d2h"].nbytes == 12 * half + 4 * half
-    assert (found.lanes["cpu"].numel, found.lanes["gpu"].numel) == (half, half)
     assert found.lanes["cpu"].nbytes == found.lanes["gpu"].nbytes == 0
     assert found.lanes["cpu"].busy == pytest.approx(half / 2e9)
     assert found.lanes["gpu"].busy == pytest.approx(half / 40e9 + half / 400e9)  # updates and casts

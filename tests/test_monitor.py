@@ -28,10 +28,10 @@ FIGURES = StepFigures(
     seconds=2.0,
     device_share=0.75,
     lanes={
-        "cpu": LaneUse(busy=1.5, numel=1_000_000_000),
+        "cpu": LaneUse(busy=1.5),
         "h2d": LaneUse(busy=1.9, nbytes=80_000_000_000),
         "d2h": LaneUse(busy=1.0, nbytes=40_000_000_000),
-        "gpu": LaneUse(busy=0.25, numel=3_000_000_000),
+        "gpu": LaneUse(busy=0.25),
     },
     slot_stalls={"states_slot": 0.125, "host_grad_slot": 0.25},
     costs={},
