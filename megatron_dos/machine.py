@@ -92,10 +92,6 @@ class Machine:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return json.dumps({**values, "sources": dict(self.sources)}, indent=2) + "\n"
 
-    def save(self, path: str | Path) -> None:
-        """Write the machine to a file that `load` reads."""
-        Path(path).write_text(self.as_json(), encoding="utf-8")
-
 
 _WORDS = ("name", "fingerprint")
 _NUMBERS = tuple(f.name for f in dataclasses.fields(Machine) if f.name not in (*_WORDS, "sources"))
