@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from megatron_dos.device import Device, HostDevice
+from megatron_dos.device.stopwatch import Handlers
 from megatron_dos.kernels import slab
 from megatron_dos.kernels.device_kernel import DeviceKernel
 from megatron_dos.operations import StepInputs, StepOperations, send_grads
@@ -117,9 +118,6 @@ def host_bytes(partition: Partition, options: EngineOptions) -> int:
     return on_host * BYTES_PER_PARAMETER + staging_bytes(partition, options)
 
 
-Handlers = Mapping[OpKind, Callable[[Op], Any]]
-
-
 def _unobserved(program: Program, handlers: Handlers, grads: Any) -> AbstractContextManager[Handlers]:
     return nullcontext(handlers)
 
@@ -132,7 +130,7 @@ class UpdateEngine:
         shards: flat views into Megatron's parameter buffers, one per owner of the partition; bf16, fp16 or FP32.
         options: how to update.
         device: runs the programs.
-        device_kernel: the update on the device; may be missing where nothing is streamed.
+        device_kernel: the update on the device; may be missing where nothing is updated there.
         changing: shards whose grads may change after they were sent early.
 
     Attributes:

@@ -206,7 +206,7 @@ def _tunes(options: DosOptions, device: torch.device) -> bool:
     return device.type == "cuda" and options.dos_gpu_share < 0 and not options.dos_update_stride
 
 
-def _engine_options(options: DosOptions, device: torch.device) -> EngineOptions:
+def _engine_options(options: DosOptions) -> EngineOptions:
     return EngineOptions(
         threads=options.dos_cpu_threads or default_threads(),
         host_share=1 - Fraction(max(options.dos_gpu_share, 0.0)),
@@ -286,7 +286,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
         subgroups = partition(ranges, size)
         gathers_early = is_possible(config, self.ddp_config, model_chunks[0].config)
         device = make_device(self._device)
-        engine_options = replace(_engine_options(options, self._device), last_bucket_first=gathers_early)
+        engine_options = replace(_engine_options(options), last_bucket_first=gathers_early)
         sends_early = not device.shares_memory and _sends_early(options, self._device, config, model_chunks)
         first, tunes = FirstChoice(engine_options.host_share), _tunes(options, self._device)
         if tunes and owned:
