@@ -128,12 +128,12 @@ def _memory() -> Iterator[Finding]:
     try:
         import psutil
 
-        from megatron_dos.states import available_host_memory
+        from megatron_dos.states import BYTES_PER_PARAMETER, available_host_memory
     except ImportError as error:
         yield Finding("host memory", MISSING, f"cannot be examined: {error}", "install what is named above it")
     else:
         total, free = psutil.virtual_memory().total, available_host_memory()
-        room = free / 12 / 1e9  # 12 bytes a parameter
+        room = free / BYTES_PER_PARAMETER / 1e9
         yield Finding(
             "host memory", OK, f"{gib(free)} free of {gib(total)}: states of about {room:.1f}e9 params on this node"
         )

@@ -127,9 +127,12 @@ def _parser(where: str) -> argparse.ArgumentParser:
     parser = _Parser(where)
     for flag in _SIZES:
         parser.add_argument(flag, type=_count(flag))
-    parser.add_argument("--make-vocab-size-divisible-by", type=_count("--make-vocab-size-divisible-by"), default=128)
-    parser.add_argument("--moe-router-topk", type=_count("--moe-router-topk"), default=2)
-    parser.add_argument("--num-distributed-optimizer-instances", type=_count("--num-distributed"), default=1)
+    for flag, default in (
+        ("--make-vocab-size-divisible-by", 128),
+        ("--moe-router-topk", 2),
+        ("--num-distributed-optimizer-instances", 1),
+    ):
+        parser.add_argument(flag, type=_count(flag), default=default)
     add_layout_flags(parser)
     for flag in (
         *("--group-query-attention", "--swiglu", "--quick-geglu", "--disable-bias-linear", "--add-qkv-bias"),

@@ -38,7 +38,6 @@ _DEFAULT_MACHINE = "h100-pcie5"
 MOST_PARAMETERS = 10**14
 _MOST_OWNED = 10**11
 _MOST_SUBGROUPS = 3_000
-STATES = 12  # bytes a parameter: master, exp_avg, exp_avg_sq
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,9 @@ class Scenario:
     @property
     def states(self) -> int:
         """Bytes of the states that a rank owns."""
-        return STATES * self.stage.owned
+        from megatron_dos.perf_model import STATE_BYTES
+
+        return STATE_BYTES * self.stage.owned
 
 
 def add_machine_flag(parser: argparse.ArgumentParser) -> None:
