@@ -440,7 +440,7 @@ def _whole_subgroups(work: Workload, share: Fraction | float) -> Fraction:
 
 
 def optimum(machine: Machine, work: Workload, resident_share: Fraction | float = 0) -> Estimate:
-    """The closed form's optimum, unless the virtual clock says that one place for all is better: found in milliseconds.
+    """The closed form's optimum, unless the virtual clock says that one place for all is better.
 
     A single subgroup elsewhere hinders the others more than the closed form, which knows no subgroups, can tell.
     """
@@ -461,7 +461,6 @@ def optimum(machine: Machine, work: Workload, resident_share: Fraction | float =
 
 def clock_optimum(machine: Machine, work: Workload, resident_share: Fraction | float = 0) -> Estimate:
     """The shares and threads with which the virtual clock of the program stops first."""
-
     resident = _whole_subgroups(work, resident_share)
     start = closed_form_optimum(machine, work, resident)
     return _optimum(machine, work, resident, lambda share, threads: clocked(machine, threads, share, resident), start)
