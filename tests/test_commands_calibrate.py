@@ -290,7 +290,7 @@ class TestCommand:
         assert "Set XDG_CACHE_HOME to a folder that can be written" in capsys.readouterr().err
         assert not measurements
 
-    def test_lock_is_free_again_after_a_failure(self, measurements, monkeypatch, capsys):
+    def test_lock_is_free_again_after_a_failure(self, measurements):
         with contextlib.suppress(RuntimeError), calibration.locked(fingerprint()):
             raise RuntimeError
         assert cli.main(["calibrate"]) == 0

@@ -196,7 +196,7 @@ def test_page_has_the_figures(capsys):
     assert max(map(len, page.splitlines())) <= 120
 
 
-def test_machine_may_be_a_file_or_the_measured_one(plan, capsys, tmp_path):
+def test_machine_may_be_a_file_and_a_preset_that_is_taken_without_one_is_named(plan, tmp_path):
     path = tmp_path / "node.json"
     path.write_text(preset("rtx4090").as_json())
     found = plan("plan", "--model", "7b", "--gpus", "8", "--tensor-parallel", "8", "--machine", str(path))

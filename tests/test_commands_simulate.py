@@ -181,7 +181,7 @@ def test_what_cannot_be_is_one_clear_error(arguments, message, capsys):
 
 
 @pytest.mark.parametrize("arguments", [[], ["--programs", "magic"], ["--model", "7b"]])
-def test_wrong_usage_is_status_2(arguments, capsys):
+def test_wrong_usage_is_status_2(arguments):
     with pytest.raises(SystemExit) as exit_:
         cli.main(["simulate", *(SMALL[1:] if arguments else []), *arguments])
     assert exit_.value.code == 2

@@ -11,8 +11,6 @@ import torch
 from megatron_dos.device.sim import RaceError, SimDevice
 from megatron_dos.schedule import Op, OpKind, Placement, Program, Resource, Stream, SubgroupShape, build_program, mix
 
-STREAMS = list(Stream)
-
 
 def program_of(*ops: tuple[Stream, set[Resource], set[Resource], tuple[int, ...]]) -> Program:
     """A program of operations given by stream, reads, writes and dependencies; operation i is of subgroup i."""

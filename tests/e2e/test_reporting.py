@@ -96,7 +96,7 @@ def test_a_training_that_looks_at_nothing_gets_nothing(megatron):
     assert "deep optimizer states, iteration" not in run.log(0) + run.log(1)
 
 
-def test_a_share_that_is_tuned_in_mid_run_changes_no_bit(megatron, plain):
+def test_a_share_that_is_tuned_in_mid_run_changes_no_bit(megatron):
     tuned = megatron.train(DP2, 2, "dos", 12, prepare="virtual_gpu:tune")
     fixed = megatron.train(DP2 + HALF, 2, "dos", 12)
     assert_same_bits(tuned, fixed)
