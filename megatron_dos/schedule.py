@@ -34,6 +34,7 @@ from enum import Enum
 from fractions import Fraction
 
 __all__ = [
+    "STAGING",
     "Op",
     "OpKind",
     "Placement",
@@ -86,6 +87,8 @@ class OpKind(Enum):
 
 # What operations read and write: a name and the index of the subgroup, slot or bucket that is meant.
 Resource = tuple[str, int]
+STAGING = "_slot"
+"""How the names of staging memory end, which holds nothing when a step begins; all other resources do."""
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_dos.schedule import Op, OpKind, Program, Resource
+from megatron_dos.schedule import STAGING, Op, OpKind, Program, Resource
 
 __all__ = ["RaceError", "SimDevice", "describe"]
 
-# Staging memory holds nothing when a step begins; all other resources do, and are never filled with NaN.
-_STAGING = "_slot"
 _NAN_BYTE = 0xFF  # four of them are a NaN in FP32, two are one in bf16 and fp16
 
 
@@ -233,7 +231,7 @@ class _Contents:
                 resource = (name, number)
                 if resource in writer:
                     conflicts.append(_Conflict(writer[resource], f"reads {name} {number} as written by {{}}"))
-                elif name.endswith(_STAGING):
+                elif name.endswith(STAGING):
                     raise ValueError(f"{describe(op)} reads {name} {number}, which no operation before it writes")
             for name, number in sorted(op.writes):
                 resource = (name, number)
@@ -251,14 +249,14 @@ class _Contents:
                 self._next_writer[resource, writer.get(resource)] = op.index
                 writer[resource] = op.index
                 readers[resource] = []
-        self.slots = sorted(resource for resource in writer if resource[0].endswith(_STAGING))
+        self.slots = sorted(resource for resource in writer if resource[0].endswith(STAGING))
 
     def freed_by(self, op: Op, begun: set[int], ended: set[int]) -> list[Resource]:
         """Slots whose contents `op` was the last to read, or wrote for nobody, and which nothing has overwritten."""
         return [
             contents[0]
             for contents in self._reads[op.index] + self._writes[op.index]
-            if contents[0][0].endswith(_STAGING)
+            if contents[0][0].endswith(STAGING)
             and all(reader in ended for reader in self._readers.get(contents, ()))
             and self._next_writer.get(contents) not in begun
         ]
