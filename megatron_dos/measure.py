@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_dos.device.clock import Timeline
-from megatron_dos.schedule import Op, OpKind, Placement, Resource
+from megatron_dos.schedule import STAGING, Op, OpKind, Placement, Resource
 
 __all__ = [
     "LANES",
@@ -24,7 +24,6 @@ __all__ = [
 ]
 
 LANES = ("cpu", "h2d", "d2h", "gpu")
-_STAGING = "_slot"
 STATES_BYTES = 12  # of a parameter: master param, exp_avg and exp_avg_sq in FP32
 
 
@@ -160,7 +159,7 @@ def slot_stalls(timeline: Timeline) -> dict[str, float]:
         ready = max((ends[index] for index in awaited), default=0.0)
         for resource in op.writes:
             name = resource[0]
-            if name.endswith(_STAGING):
+            if name.endswith(STAGING):
                 users = reads_since.get(resource, []) + ([last_write[resource]] if resource in last_write else [])
                 free = max((ends[index] for index in users), default=0.0)
                 stall = min(free, timeline.starts[op.index]) - ready

@@ -175,7 +175,6 @@ def timeline(
     program: Program,
     starts: Sequence[float],
     ends: Sequence[float],
-    lanes: Mapping[Stream, str] = FULL_DUPLEX,
 ) -> Timeline:
     """Measured times as a timeline.
 
@@ -187,16 +186,15 @@ def timeline(
         program: what ran.
         starts: for each operation, in seconds from any moment.
         ends: likewise.
-        lanes: stream -> lane.
     """
     begins, stops = list(starts), list(ends)
     free_from: dict[Stream, float] = {}
-    members: dict[str, list[int]] = {name: [] for name in lanes.values()}
+    members: dict[str, list[int]] = {name: [] for name in FULL_DUPLEX.values()}
     for op in program.ops:
         begins[op.index] = max(begins[op.index], free_from.get(op.stream, begins[op.index]))
         stops[op.index] = max(stops[op.index], begins[op.index])
         free_from[op.stream] = stops[op.index]
-        members[lanes[op.stream]].append(op.index)
+        members[FULL_DUPLEX[op.stream]].append(op.index)
     work = [0.0] * len(begins)
     for of_lane in members.values():
         of_lane.sort(key=lambda index: (begins[index], index))
