@@ -131,11 +131,6 @@ class Estimate:
     seconds: float
     lanes: Mapping[str, float]
 
-    @property
-    def limiting(self) -> str:
-        """The busiest lane."""
-        return max(self.lanes, key=self.lanes.__getitem__)
-
 
 @dataclass(frozen=True)
 class Memory:
