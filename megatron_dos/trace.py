@@ -238,21 +238,20 @@ def _rate_events(lane: str, spans: Sequence[Span], pid: int) -> Iterator[dict[st
 # --- A picture
 
 
-def draw(path: str | os.PathLike[str], tracks: Tracks, title: str = "", overwrite: bool = False) -> None:
+def draw(path: str | os.PathLike[str], tracks: Tracks, title: str = "") -> None:
     """Draw the tracks below one another, a row a lane with its busy fraction at the margin, into a PNG file.
 
     Args:
         path: the file, which appears whole or not at all.
         tracks: as for `write_chrome_trace`.
         title: over the picture.
-        overwrite: replace a file that is there.
 
     Raises:
         MissingPlotLibraryError: matplotlib is not installed.
-        FileExistsError: the file is there, and `overwrite` is false.
+        FileExistsError: the file is there.
     """
     figure = figure_of(tracks, title)
-    with new_file(path, overwrite) as temporary:
+    with new_file(path) as temporary:
         figure.savefig(temporary, format="png", dpi=150, bbox_inches="tight")
 
 
