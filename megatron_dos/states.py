@@ -66,7 +66,6 @@ class ResidentStates:
     """
 
     def __init__(self, numel: int, device: torch.device) -> None:
-        self.numel = numel
         needed = numel * BYTES_PER_PARAMETER
         if device.type == "cuda" and numel:
             torch.cuda.empty_cache()  # what the caching allocator holds unused is free, but does not look so
