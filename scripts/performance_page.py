@@ -42,16 +42,14 @@ def published_step(label: str, static: float, variant: str, what: str = "step") 
     raise KeyError(f"no published {what} of {label}, {static}, {variant}")
 
 
-def theirs(parameters: float, ranks: int = RANKS, **values: int) -> Workload:
+def theirs(parameters: float, ranks: int = RANKS) -> Workload:
     """The work of a rank in the published configuration."""
-    return Workload(
-        parameters=round(parameters / RANKS), ranks=ranks, subgroup=PUBLISHED_SUBGROUP, grad_bytes=4, **values
-    )
+    return Workload(parameters=round(parameters / RANKS), ranks=ranks, subgroup=PUBLISHED_SUBGROUP, grad_bytes=4)
 
 
-def our_work(parameters: float, ranks: int = RANKS, **values: int) -> Workload:
+def our_work(parameters: float, ranks: int = RANKS) -> Workload:
     """The same work as this package would do it: subgroups of the automatic size, bf16 grads sent as they are."""
-    return Workload(parameters=round(parameters / RANKS), ranks=ranks, grad_bytes=2, **values)
+    return Workload(parameters=round(parameters / RANKS), ranks=ranks, grad_bytes=2)
 
 
 @cache
@@ -147,13 +145,10 @@ def claims() -> str:
     def measured(static: float, variant: str) -> float:
         return published_step("20B", static, variant, "iteration")
 
-    def row(name: str, claim: str, logs: str, model: str, blocking: str, asynchronous: str) -> tuple[str, ...]:
-        return name, claim, logs, model, blocking, asynchronous
-
     def iterations(name: str, claim: str, static: float, part: Fraction) -> tuple[str, ...]:
         base = {blocking: iteration("full offload", "20B", part, blocking) for blocking in (True, False)}
         published, own = iteration("published, k=2", "20B", part), iteration("ours", "20B", part)
-        return row(
+        return (
             name,
             claim,
             times(measured(static, "blocking_grads"), measured(static, "interleaved")),
@@ -165,14 +160,14 @@ def claims() -> str:
     body = [
         iterations("faster iterations than full offload", "2.5 x", 0.0, zero),
         iterations("than a static split, 20 % on the GPU", "2.3 x", 0.2, fifth),
-        row(
+        (
             "update rate over full offload",
             "+70 %",
             f"{published_step('20B', 0.0, 'async_grads') / published_step('20B', 0.0, 'interleaved') - 1:+.0%}",
             f"{offload.makespan / k2.makespan - 1:+.0%}",
             *2 * (f"{rate(mine, step_of('ours', machine, mine)) / rate(work, offload) - 1:+.0%}",),
         ),
-        row(
+        (
             "nothing resident against a static split with 50 % of the states on the GPU",
             "faster with 40 % less GPU memory",
             times(measured(0.5, "blocking_grads"), measured(0.0, "interleaved")),
@@ -181,7 +176,7 @@ def claims() -> str:
             times(iteration("full offload", "20B", half, True), iteration("ours", "20B")),
             times(iteration("full offload", "20B", half), iteration("ours", "20B")),
         ),
-        row(
+        (
             "links in use during the update, GB/s each way",
             "both directions busy",
             "19",
