@@ -17,8 +17,10 @@ SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import gpu_check  # noqa: E402
-from gpu_check_stages import STAGES, Stage  # noqa: E402
+from gpu_check_stages import STAGES, Stage, worker  # noqa: E402
 from gpu_check_stages.summary import summary, summary_of_stage  # noqa: E402
+
+from megatron_dos import reservations  # noqa: E402
 
 # One run of each kernel, of each engine case and of each row in seconds; a loaded machine may take minutes.
 PATIENCE = 600
@@ -180,6 +182,21 @@ def test_psutil_is_not_needed():
     assert last["event"] == "end", last
     assert "psutil is not installed" in last["notes"][-1]
     assert last["values"]["host_memory"]["available_bytes"] > 0
+
+
+def test_memory_can_be_promised_without_psutil(monkeypatch, tmp_path):
+    """On a real GPU a promise comes before states are page-locked; it counts for as long as its process runs."""
+    stand_in = worker._psutil()
+    monkeypatch.setattr(reservations, "psutil", stand_in)
+    monkeypatch.setattr(reservations, "_path", lambda: tmp_path / "promised")
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    started = stand_in.Process(other.pid).create_time()
+    assert started >= stand_in.Process().create_time()
+    (tmp_path / "promised").write_text(json.dumps({str(other.pid): (started, 60)}))
+    assert reservations.reserve(50, lambda: 100) == 40
+    other.communicate()
+    assert reservations.reserve(50, lambda: 100) == 100
+    reservations.release()
 
 
 def test_streams_and_events_are_counted_whoever_makes_them():

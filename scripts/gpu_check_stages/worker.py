@@ -108,14 +108,30 @@ def _prepare_imports(dry: bool) -> None:
 
 
 def _psutil() -> types.ModuleType:
-    """The one function of psutil that the package calls, for machines that have Python and torch and little else."""
+    """What of psutil an update uses, for machines that have Python and torch and little else."""
     module = types.ModuleType("psutil")
+
+    class NoSuchProcess(Exception):
+        """As in psutil."""
+
+    class Process:
+        """A process, and when it was started: in ticks of the machine's clock, which tells processes apart."""
+
+        def __init__(self, pid: int | None = None) -> None:
+            self._stat = Path(f"/proc/{os.getpid() if pid is None else pid}/stat")
+
+        def create_time(self) -> float:
+            try:
+                fields = self._stat.read_text().rpartition(")")[2].split()  # proc_pid_stat(5), from the third on
+            except OSError as error:
+                raise NoSuchProcess from error
+            return float(fields[22 - 3])
 
     def virtual_memory() -> types.SimpleNamespace:
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         return types.SimpleNamespace(available=int(fields["MemAvailable"].split()[0]) * 1024)
 
-    module.virtual_memory = virtual_memory
+    module.NoSuchProcess, module.Process, module.virtual_memory = NoSuchProcess, Process, virtual_memory
     module.is_stand_in = True
     return module
 
