@@ -296,7 +296,7 @@ def _cuda(context: Context) -> CudaDevice:
 
 
 def _campaign(context: Context, counts: dict[str, int]) -> list[str]:
-    """Random runs while there is time: slots, strides, shares, order of buckets."""
+    """Random runs while there is time: slots, strides, shares, order of buckets, early grads, resident states."""
     faults: list[str] = []
     for number in range(context.sizes.engine_campaign):
         if context.left() < 3 or faults:
