@@ -68,7 +68,7 @@ class _Rank:
         found = {"threads": self.threads, "has_gpu": self.has_gpu}
         if self.has_gpu:
             properties = self.torch.cuda.get_device_properties(self.device)
-            found.update(gpu=properties.name, gpu_memory=properties.total_memory, gpus=self.torch.cuda.device_count())
+            found.update(gpu_memory=properties.total_memory, gpus=self.torch.cuda.device_count())
         return found
 
     def sampler(self, phase: str) -> Callable[[], dict[str, float]]:
