@@ -227,13 +227,15 @@ def _sends_early(options: DosOptions, device: torch.device, config: Any, model_c
     return device.type == "cuda" and can_send_grads_early(config, first.ddp_config, first.config)
 
 
-def _announce(subgroups: Partition, options: EngineOptions, reason: str) -> None:
+def _announce(subgroups: Partition, options: EngineOptions, reason: str, asked_slots: int) -> None:
     """Say on the first rank of the job what the states will take, before anything is allocated."""
     if torch.distributed.get_rank() == 0:
         on_gpu = f"one subgroup in {options.stride}" if options.stride else f"{float(1 - options.host_share):.0%}"
         resident = resident_parameters(subgroups, options)
         on_device = f", GPU memory {12 * resident / 2**30:.3f} GiB for {resident:,} of them" if resident else ""
         early = f"; grads of {options.early_slots} subgroup(s) sent in the backward pass" if options.early_slots else ""
+        if asked_slots and not options.early_slots:
+            early = f"; --dos-early-grad-slots {asked_slots} has no effect: no grads can be sent in the backward pass"
         print(
             f"deep optimizer states: rank 0 owns {subgroups.numel:,} parameters in {len(subgroups.subgroups)} "
             f"subgroups of at most {subgroups.largest:,}; host memory {host_bytes(subgroups, options) / 2**30:.3f} "
@@ -290,14 +292,14 @@ class DeepStatesOptimizer(DistributedOptimizer):
         sends_early = not device.shares_memory and _sends_early(options, self._device, config, model_chunks)
         first, tunes = FirstChoice(engine_options.host_share), _tunes(options, self._device)
         if tunes and owned:
-            work = self._workload(subgroups, engine_options, sends_early)
+            work = self._workload(subgroups, engine_options)
             first = first_choice(cached_machine(), work, engine_options.resident_share)
             engine_options = replace(engine_options, host_share=first.host_share)
         if device.shares_memory:
             engine_options = replace(engine_options, host_slots=0)
         elif sends_early:
             engine_options = replace(engine_options, early_slots=options.dos_early_grad_slots or EARLY_SLOTS)
-        _announce(subgroups, engine_options, first.reason)
+        _announce(subgroups, engine_options, first.reason, options.dos_early_grad_slots)
         self._engine = UpdateEngine(
             subgroups,
             [shard.detach() for shard in self._shards],
@@ -336,10 +338,10 @@ class DeepStatesOptimizer(DistributedOptimizer):
         self._copy_model_params_to_main_params()
         self._fp32_params_were_set = True
 
-    def _workload(self, subgroups: Partition, options: EngineOptions, sends_early: bool) -> Workload:
-        """This rank's update as the performance model sees it."""
+    def _workload(self, subgroups: Partition, options: EngineOptions) -> Workload:
+        """This rank's update as the performance model sees it, which knows all grads as sent early or none: none."""
         grad_bytes = self.buffers[0].grad_data.element_size()
-        casts = options.grads_as_fp32 and grad_bytes < 4 and not sends_early
+        casts = options.grads_as_fp32 and grad_bytes < 4
         return Workload(
             parameters=subgroups.numel,
             ranks=ranks_on_node(),
@@ -348,7 +350,6 @@ class DeepStatesOptimizer(DistributedOptimizer):
             grad_bytes=4 if casts else grad_bytes,
             param_bytes=self._shards[0].element_size(),
             casts=casts,
-            early_grads=sends_early,
             host_slots=options.host_slots,
             device_slots=options.device_slots,
         )

@@ -205,7 +205,7 @@ class TestCommand:
         assert "kept in " in first
         assert max(map(len, first.splitlines()[2:])) <= 120
         assert cli.main(["calibrate"]) == 0
-        assert "measured before; --again" in capsys.readouterr().out
+        assert "measured before, whatever the options; --again" in capsys.readouterr().err
         assert measurements == [3]
         assert cli.main(["calibrate", "--again"]) == 0
         assert measurements == [3, max(calibration.gpu_count(), 1)]

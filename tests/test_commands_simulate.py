@@ -163,6 +163,15 @@ def test_lines_of_all_programs_fit_into_120_columns(capsys):
     ("arguments", "message"),
     [
         (["--share", "0.5", "--stride", "2"], "--share and --stride both say"),
+        (
+            ["--share", "0.5", "--programs", "full-offload"],
+            "--share and --stride are of ours",
+        ),
+        (
+            ["--stride", "2", "--programs", "full-offload"],
+            "--share and --stride are of ours",
+        ),
+        (["--overwrite"], "--overwrite has no effect without --out"),
         (["--share", "1.5"], "--share 1.5: give 0 to 1"),
         (["--stride", "0"], "--stride 0: give at least 1"),
         (["--tensor-parallel", "2"], "only --gpus goes with --parameters"),

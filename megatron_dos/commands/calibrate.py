@@ -76,12 +76,9 @@ def run(options: argparse.Namespace) -> int:
                 temporary.write_text(found.as_json(), encoding="utf-8")
         except OSError as error:
             raise CommandError(f"--output {options.output}: {error}") from error
-    if options.json:
-        print(found.as_json(), end="")
-    else:
-        print(_page(found))
-        if known:
-            print("measured before; --again measures anew")
+    print(found.as_json() if options.json else _page(found), end="" if options.json else "\n")
+    if known:  # not on stdout, where JSON may be read
+        print("measured before, whatever the options; --again measures anew", file=sys.stderr)
     return 0
 
 

@@ -101,8 +101,12 @@ def run(options: argparse.Namespace) -> int:
         raise CommandError(f"--share {options.share}: give 0 to 1")
     if options.stride is not None and options.stride < 1:
         raise CommandError(f"--stride {options.stride}: give at least 1")
+    if (options.share is not None or options.stride is not None) and not {"ours", "all"} & set(options.programs):
+        raise CommandError("--share and --stride are of ours, which --programs leaves out: add it, or drop them")
     if options.out is not None:
         _check_out(options)
+    elif options.overwrite:
+        raise CommandError("--overwrite has no effect without --out: add it, or drop the former")
     scenario = _scenario(options)
     tracks, rows = {}, []
     for name, timeline in _timelines(scenario, options):

@@ -130,3 +130,8 @@ def test_every_param_gather_starts_within_the_step(megatron, precision, moe):
             assert all(after_step["started"])
     ranks, arguments = LAYOUTS["overlap-buckets"]
     assert_same_bits(run, megatron.train(TINY + arguments + PRECISIONS[precision] + moe, ranks, "numpy", STEPS))
+
+
+def test_slots_for_early_grads_are_not_ignored_in_silence(megatron):
+    run = train(megatron, "dp2", "bf16", "--dos-early-grad-slots", "3")
+    assert "--dos-early-grad-slots 3 has no effect: no grads can be sent in the backward pass" in run.log()
