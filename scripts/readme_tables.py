@@ -1,4 +1,4 @@
-"""Writes the tables of README.md: the flags, the settings that are refused, the CPU kernel's measurements.
+"""Writes the tables of README.md: the flags, the settings that are refused, measurements, the reproduction.
 
 `make readme` runs it; a test fails while README.md is not what it would write.
 """
@@ -15,7 +15,8 @@ from megatron_dos.arguments import REFUSALS, add_arguments
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-ADAM = ROOT / "docs" / "results" / "adam.csv"
+RESULTS = ROOT / "docs" / "results"
+PERFORMANCE = ROOT / "docs" / "performance.md"
 
 FLAG = re.compile(r"(?<![\w`-])(--[a-z0-9-]+)")
 
@@ -50,8 +51,7 @@ def refusals_table() -> str:
 
 def adam_table() -> str:
     """The CPU kernel against others, from the last `make bench-adam`: its largest size with all threads."""
-    with ADAM.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    rows = _csv("adam")
     largest = max(int(row["numel"]) for row in rows)
     threads = max(int(row["threads"]) for row in rows)
     shown = [
@@ -67,7 +67,61 @@ def adam_table() -> str:
     return caption + table(("Job", "Who", "ms", "Of the limit", "Time, ours = 1"), shown)
 
 
-TABLES = {"flags": flags_table, "refusals": refusals_table, "adam": adam_table}
+def step_table() -> str:
+    """The optimizer step against Megatron's own optimizers, from the last `make bench-step`."""
+    rows = _csv("step")
+    shown = [
+        (row["what"], row["grads"], f"{float(row['median_ms']):.0f}", row["times_ours"], row["rss_bytes_per_param"])
+        for row in rows
+    ]
+    first = rows[0]
+    caption = (
+        f"{round(int(first['parameters']) / 1e6)}M parameters, {first['threads']} threads, {first['cpu']}, "
+        f"{first['date']}; medians, resident memory (the states of stock optimizers would be on the GPU).\n\n"
+    )
+    return caption + table(("Who", "Grads", "ms", "Time, ours = 1", "Bytes a parameter"), shown)
+
+
+def reproduced_table() -> str:
+    """How well the model meets the published measurements, and what it says of the published step."""
+    (accuracy,) = _cells(RESULTS / "reproduce.md", "all")
+    published, ours, resident = (
+        _cells(PERFORMANCE, name)[0] for name in ("published, k=2", "ours", "ours, .* resident")
+    )
+    return table(
+        ("Of the published measurements", "Value"),
+        [
+            ("times compared", accuracy[1]),
+            ("median error, worst error", f"{accuracy[2]}, {accuracy[3]}"),
+            ("simulated step of the 20B model on 4 x H100, the published system", f"{published[1]} s"),
+            ("the same, this package", f"{ours[1]} s"),
+            (
+                f"the same, {resident[0].removeprefix('ours, ')}, which is the published system's GPU memory",
+                f"{resident[1]} s",
+            ),
+        ],
+    )
+
+
+def _csv(name: str) -> list[dict[str, str]]:
+    with (RESULTS / f"{name}.csv").open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def _cells(page: Path, first: str) -> list[list[str]]:
+    """The rows of a page's tables whose first cell matches."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return [row for row in rows if re.fullmatch(first, row[0])]
+
+
+TABLES = {
+    "flags": flags_table,
+    "refusals": refusals_table,
+    "reproduced": reproduced_table,
+    "adam": adam_table,
+    "step": step_table,
+}
 
 
 def with_tables(text: str) -> str:
