@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from megatron_dos.engine import UpdateEngine
+from megatron_dos.partition import bucket_groups
 
 __all__ = ["EarlyGrads", "may_change"]
 
@@ -70,16 +71,8 @@ class EarlyGrads:
         # In the first step Megatron reduces when the backward pass has ended, so there is little to gain; and where it
         # captures CUDA graphs at the end of that step, its trial runs overwrite the reduced grads for a while.
         self._is_first_step, self._has_reduced = True, False
-        keys = {
-            id(bucket): (buffer_index, bucket_index)
-            for buffer_index, buffer in enumerate(buffers)
-            for bucket_index, bucket in enumerate(buffer.buckets)
-        }
-        for chunk in model_chunks:
-            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-                buckets = {keys[id(bucket)] for bucket in group.buckets if id(bucket) in keys}
-                if buckets:
-                    group.start_grad_sync = partial(self._start_grad_sync, group, group.start_grad_sync, buckets)
+        for group, buckets in bucket_groups(model_chunks, buffers):
+            group.start_grad_sync = partial(self._start_grad_sync, group, group.start_grad_sync, buckets)
         for buffer in buffers:
             # What is about to be zeroed or scaled is no longer what was sent, and may still be being read.
             buffer.reset = partial(self._change_all, buffer.reset)

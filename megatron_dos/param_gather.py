@@ -10,6 +10,8 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from megatron_dos.partition import bucket_groups
+
 __all__ = ["EarlyParamGather", "is_possible"]
 
 
@@ -40,20 +42,10 @@ class EarlyParamGather:
     def __init__(
         self, model_chunks: Sequence[Any], buffers: Sequence[Any], owned_buckets: Iterable[tuple[int, int]]
     ) -> None:
-        keys = {
-            id(bucket): (buffer_index, bucket_index)
-            for buffer_index, buffer in enumerate(buffers)
-            for bucket_index, bucket in enumerate(buffer.buckets)
-        }
         owned = set(owned_buckets)
-        groups: list[tuple[tuple[int, int], set[tuple[int, int]], Any]] = []
-        for chunk in model_chunks:
-            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-                members = {keys[id(bucket)] for bucket in group.buckets if id(bucket) in keys}
-                if members:
-                    groups.append((min(members), members & owned, group))
         # As the engine goes through the buckets: last first, which is what the forward pass needs first.
-        self._groups = [(waits_for, group) for _, waits_for, group in sorted(groups, key=lambda g: g[0], reverse=True)]
+        groups = sorted(bucket_groups(model_chunks, buffers), key=lambda found: min(found[1]), reverse=True)
+        self._groups = [(members & owned, group) for group, members in groups]
         self._written: set[tuple[int, int]] = set()
         self._started = 0
         # Megatron takes a gather that is under way already for a sign of a wrong order of parameters.

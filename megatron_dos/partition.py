@@ -12,12 +12,21 @@ Nothing here knows tensors or devices: buckets, offsets and counts only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-__all__ = ["OwnedRange", "Partition", "Piece", "Subgroup", "automatic_subgroup_size", "owned_ranges", "partition"]
+__all__ = [
+    "OwnedRange",
+    "Partition",
+    "Piece",
+    "Subgroup",
+    "automatic_subgroup_size",
+    "bucket_groups",
+    "owned_ranges",
+    "partition",
+]
 
 # A cut inside a parameter falls on a multiple of this many elements, so that a piece starts on a cache line
 # (64 bytes) in FP32 and in the 16-bit formats alike.
@@ -173,3 +182,25 @@ def owned_ranges(gbuf_ranges: Sequence[Mapping[Any, Sequence[Mapping]]], owners:
                         OwnedRange(owners[param], (buffer_index, bucket_index), in_bucket.start, in_bucket.size)
                     )
     return result
+
+
+def bucket_groups(model_chunks: Iterable[Any], buffers: Sequence[Any]) -> Iterator[tuple[Any, set[tuple[int, int]]]]:
+    """Megatron's bucket groups, whose collectives start together, that hold a bucket of `buffers`.
+
+    Args:
+        model_chunks: Megatron's DDP-wrapped chunks.
+        buffers: the buffers of one optimizer, in its order.
+
+    Yields:
+        Each group with its buckets in these buffers, as (buffer index, bucket index).
+    """
+    keys = {
+        id(bucket): (buffer_index, bucket_index)
+        for buffer_index, buffer in enumerate(buffers)
+        for bucket_index, bucket in enumerate(buffer.buckets)
+    }
+    for chunk in model_chunks:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            buckets = {keys[id(bucket)] for bucket in group.buckets if id(bucket) in keys}
+            if buckets:
+                yield group, buckets
