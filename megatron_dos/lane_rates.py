@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from megatron_dos.kernels import AdamScalars, cpu, slab
+from megatron_dos.perf_model import FUSED_PASS
 
 __all__ = [
-    "BYTES_PER_UPDATE",
     "AllLanes",
     "Copy",
     "HostUpdate",
@@ -33,7 +33,6 @@ __all__ = [
 
 CHUNKS = 8  # copies that a slab is copied in, as subgroups are
 SCALARS = AdamScalars.at_step(10, 1e-4, (0.9, 0.95), 1e-8, 0.1, decoupled=True)
-BYTES_PER_UPDATE = 30  # 3 states read and written, an FP32 grad read, a 16-bit param written
 
 Copy = tuple[torch.Tensor, torch.Tensor]  # target, source
 
@@ -206,7 +205,7 @@ class AllLanes:
     @property
     def host_memory(self) -> float:
         """Bytes a second of host memory; each copied byte passes once."""
-        return self.update * BYTES_PER_UPDATE + self.h2d + self.d2h
+        return self.update * FUSED_PASS + self.h2d + self.d2h
 
 
 def rates_beside_copies(links: Links, update: HostUpdate, parts: int, seconds: float) -> AllLanes:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_dos.device.clock import Timeline
+from megatron_dos.perf_model import STATE_BYTES
 from megatron_dos.schedule import STAGING, Op, OpKind, Placement, Resource
 
 __all__ = [
     "LANES",
-    "STATES_BYTES",
     "LaneUse",
     "StepFigures",
     "SubgroupTraffic",
@@ -24,7 +24,6 @@ __all__ = [
 ]
 
 LANES = ("cpu", "h2d", "d2h", "gpu")
-STATES_BYTES = 12  # of a parameter: master param, exp_avg and exp_avg_sq in FP32
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ def bytes_moved(traffic: Sequence[SubgroupTraffic]) -> Callable[[Op], int | None
 
     def of(op: Op) -> int | None:
         if op.kind in (OpKind.STATES_TO_DEVICE, OpKind.STATES_TO_HOST):
-            return STATES_BYTES * traffic[op.subgroup].numel
+            return STATE_BYTES * traffic[op.subgroup].numel
         if op.kind is OpKind.GRAD_TO_HOST:
             return traffic[op.subgroup].grad_bytes
         if op.kind is OpKind.PARAM_TO_DEVICE:

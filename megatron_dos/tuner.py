@@ -27,8 +27,8 @@ from fractions import Fraction
 
 from megatron_dos.device.clock import FULL_DUPLEX, HostMemory, Rate, Sharing, durations, simulate
 from megatron_dos.machine import Machine
-from megatron_dos.measure import STATES_BYTES, StepFigures, SubgroupTraffic
-from megatron_dos.perf_model import MemoryFitError, Workload, choose
+from megatron_dos.measure import StepFigures, SubgroupTraffic
+from megatron_dos.perf_model import STATE_BYTES, MemoryFitError, Workload, choose
 from megatron_dos.schedule import OpKind, Placement, Program
 
 __all__ = ["START_SHARE", "Decision", "FirstChoice", "ShareTuner", "first_choice"]
@@ -89,9 +89,9 @@ def first_choice(machine: Machine | None, work: Workload, resident_share: Fracti
     if machine is None:
         return FirstChoice(START_SHARE, reason=" to begin with (nothing measured yet)")
     costs = {
-        OpKind.STATES_TO_DEVICE: STATES_BYTES / machine.h2d_together,
+        OpKind.STATES_TO_DEVICE: STATE_BYTES / machine.h2d_together,
         OpKind.PARAM_TO_DEVICE: work.param_bytes / machine.h2d_together,
-        OpKind.STATES_TO_HOST: STATES_BYTES / machine.d2h_together,
+        OpKind.STATES_TO_HOST: STATE_BYTES / machine.d2h_together,
         OpKind.GRAD_TO_HOST: work.grad_bytes / machine.d2h_together,
         OpKind.UPDATE_ON_HOST: 1 / machine.cpu_update(work.threads, work.ranks),
         OpKind.UPDATE_ON_DEVICE: 1 / machine.gpu_update,
@@ -348,8 +348,8 @@ def _link_bytes(traffic: Sequence[SubgroupTraffic]) -> dict[OpKind, float]:
     """What each kind of copy moves for a parameter."""
     numel = max(sum(each.numel for each in traffic), 1)
     return {
-        OpKind.STATES_TO_DEVICE: STATES_BYTES,
-        OpKind.STATES_TO_HOST: STATES_BYTES,
+        OpKind.STATES_TO_DEVICE: STATE_BYTES,
+        OpKind.STATES_TO_HOST: STATE_BYTES,
         OpKind.GRAD_TO_HOST: sum(each.grad_bytes for each in traffic) / numel,
         OpKind.PARAM_TO_DEVICE: sum(each.param_bytes for each in traffic) / numel,
     }
@@ -358,7 +358,7 @@ def _link_bytes(traffic: Sequence[SubgroupTraffic]) -> dict[OpKind, float]:
 def _memory_bytes(link_bytes: Mapping[OpKind, float]) -> dict[OpKind, float]:
     """What each kind of operation reads from host memory and writes to it, for a parameter."""
     staged = link_bytes[OpKind.GRAD_TO_HOST] + link_bytes[OpKind.PARAM_TO_DEVICE]
-    return {**link_bytes, OpKind.UPDATE_ON_HOST: 2 * STATES_BYTES + staged}
+    return {**link_bytes, OpKind.UPDATE_ON_HOST: 2 * STATE_BYTES + staged}
 
 
 def _least_costs(link_bytes: Mapping[OpKind, float]) -> dict[OpKind, float]:

@@ -12,13 +12,13 @@ import torch
 from gpu_check_stages.context import Context, median
 from megatron_dos.kernels import cpu, device_kernel, elementwise_adam, slab
 from megatron_dos.lane_rates import (
-    BYTES_PER_UPDATE,
     HostUpdate,
     Links,
     device_update_rate,
     link_rates,
     rates_beside_copies,
 )
+from megatron_dos.perf_model import FUSED_PASS
 
 __all__ = ["run"]
 
@@ -96,7 +96,7 @@ def _device_update(context: Context) -> None:
     rates = {}
     for name, kernel in kernels.items():
         rate = device_update_rate(kernel, context.sizes.update_elements, context.device, SAMPLES)
-        rates[name] = {"parameters_per_second": rate, "bytes_per_second": rate * BYTES_PER_UPDATE}
+        rates[name] = {"parameters_per_second": rate, "bytes_per_second": rate * FUSED_PASS}
     context.value("device_update", rates)
 
 
@@ -116,7 +116,7 @@ def _host_update(context: Context, links: Links) -> None:
             "parameters_per_second_beside_copies": beside.update,
             "h2d_bytes_per_second_beside_it": beside.h2d,
             "d2h_bytes_per_second_beside_it": beside.d2h,
-            "host_memory_bytes_per_second_alone": alone * BYTES_PER_UPDATE,
+            "host_memory_bytes_per_second_alone": alone * FUSED_PASS,
             "host_memory_bytes_per_second_of_all": beside.host_memory,
         },
     )
