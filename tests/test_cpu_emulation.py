@@ -619,3 +619,53 @@ def test_activating_twice_changes_nothing():
     cpu_emulation.activate()
     assert torch.cuda is module
     assert torch.Tensor.to is method
+
+
+# ---- Collectives -----------------------------------------------------------------------------------------------------
+
+GATHERED = """
+import sys
+import torch
+import torch.distributed as dist
+from megatron_dos import cpu_emulation
+
+cpu_emulation._replace_coalesced_gather()
+rank = int(sys.argv[1])
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+group, other = dist.new_group(), dist.new_group()
+sizes = [(20000, 64), (20480,), (16384,), (30000,), (8192,), (2048,)]
+buckets = [[torch.zeros(size) for size in bucket] for bucket in sizes]
+for turn in range(1000):
+    works = []
+    for bucket in buckets:
+        with dist._coalescing_manager(group, async_ops=True) as work:
+            for buffer in bucket:
+                own = buffer.view(2, -1)[rank].fill_(turn + rank)
+                dist.all_gather_into_tensor(buffer, own, group=group, async_op=True)
+        works.append(work)
+    for one in (other, group):
+        found = torch.tensor([1.0, 2.0])
+        dist.all_reduce(found, group=one)
+        assert found.tolist() == [2, 4]
+    for work, bucket in zip(works, buckets):
+        work.wait()
+        for buffer in bucket:
+            assert buffer.view(2, -1)[:, -1].tolist() == [turn, turn + 1]
+dist.barrier()
+"""
+
+
+def test_param_gathers_may_be_under_way_beside_all_reduces(tmp_path):
+    """Without the replacement a process dies in the heap within these rounds, three times out of five."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", GATHERED, str(rank), str(tmp_path / "store")],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    printed = [rank.communicate(timeout=CHILD_LIMIT_S)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], printed
