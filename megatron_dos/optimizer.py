@@ -19,6 +19,8 @@ from fractions import Fraction
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_dos.arguments import DosOptions, UnsupportedOptionError, can_send_grads_early, validate_optimizer
@@ -43,12 +45,13 @@ from megatron_dos.operations import StepInputs
 from megatron_dos.param_gather import EarlyParamGather, is_possible
 from megatron_dos.partition import Partition, automatic_subgroup_size, owned_ranges, partition
 from megatron_dos.perf_model import Workload
+from megatron_dos.reshardable import joined, may_be_cut, sharded_boxes, slices_of
 from megatron_dos.tuner import FirstChoice, first_choice
 
 __all__ = ["DeepStatesOptimizer", "HostAdam", "make_device"]
 
 # Layouts of the states in a distributed checkpoint that are read into the states themselves.
-LOADED_IN_PLACE = ("dp_reshardable", "fully_sharded_model_space")
+LOADED_IN_PLACE = ("dp_reshardable", "fully_reshardable", "fully_sharded_model_space")
 # Host slots for grads that are sent in the backward pass, when the user names no number.
 EARLY_SLOTS = 4
 
@@ -313,6 +316,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
         self._handouts = Handouts()
         self._loads = LoadsInPlace(self._spoil)
         self._half_loaded = ""  # why no step is possible, or nothing
+        self._loads_whole_tensors = False  # by the load that goes on
         if sends_early:
             EarlyGrads(model_chunks, self.buffers, self._engine, self._grad_of)
         self._deferred = DeferredGrads(fp32_too=sends_early)
@@ -468,14 +472,18 @@ class DeepStatesOptimizer(DistributedOptimizer):
 
     def _get_main_param_and_optimizer_states(self, model_param) -> dict[str, torch.Tensor]:
         """Replaces: the lookup in an inner optimizer of transformer-engine. Views of the host states, no copies."""
-        states = self._engine.owner_states(self._owner_of[model_param])
+        states = self._states_of(model_param)
         self._handouts.add(states.values())
+        return states
+
+    def _states_of(self, model_param) -> dict[str, torch.Tensor]:
+        states = self._engine.owner_states(self._owner_of[model_param])
         return {"param": states["master"], "exp_avg": states["exp_avg"], "exp_avg_sq": states["exp_avg_sq"]}
 
     def _set_main_param_and_optimizer_states(self, model_param, tensors) -> None:
         """Replaces: the counterpart of `_get_main_param_and_optimizer_states`. Copies into the states, where the load
         has not read into them already."""
-        states = self._get_main_param_and_optimizer_states(model_param)
+        states = self._states_of(model_param)
         require_same_size(f"a parameter of shape {tuple(model_param.shape)}", states, tensors)
         new = {key: tensors[key] for key, state in states.items() if state.data_ptr() != tensors[key].data_ptr()}
         if "param" in new:
@@ -503,6 +511,52 @@ class DeepStatesOptimizer(DistributedOptimizer):
         param_state = super().sharded_param_state_dp_reshardable(*args, **kwargs)
         zero_padding(param_state)
         return param_state
+
+    def sharded_param_state_fully_reshardable(self, model_sharded_state_dict, is_loading: bool = False, metadata=None):
+        """Replaces: gathering the states to save them, and loading whole tensors. See `reshardable`.
+
+        The base does it where torch is too old for uneven cuts, and for params whose checkpoint is no cut of them.
+        """
+        entries, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
+        entry_of = {entry.data: entry for entry in nested_values(entries)}
+        if missing := [tuple(param.shape) for param in self._numbered_params() if param not in entry_of]:
+            raise ValueError(
+                f"params of shapes {missing} are not in the model's sharded state dict: it has to be made with "
+                "keep_vars=True"
+            )
+        slices = {index: slices_of(entry_of[param]) for index, param in enumerate(self._numbered_params())}
+        self._loads_whole_tensors = not may_be_cut() or None in slices.values()
+        if self._loads_whole_tensors:
+            return super().sharded_param_state_fully_reshardable(model_sharded_state_dict, is_loading, metadata)
+        param_state = {}
+        for index, param in enumerate(self._numbered_params()):
+            if param not in self._owner_of:
+                continue
+            start = self._get_model_param_range_map(param)["param"].start
+            param_state[index] = {
+                key: sharded_boxes(
+                    slices[index], start, state, key, self.distributed_optimizer_instance_id, is_loading=is_loading
+                )
+                for key, state in self._states_of(param).items()
+            }
+            for parts in param_state[index].values():
+                self._handouts.add(part.data for part in parts)
+        return param_state
+
+    def load_parameter_state_from_fully_reshardable(self, state_dict) -> None:
+        """Replaces: the counterpart of `sharded_param_state_fully_reshardable`."""
+        if self._loads_whole_tensors:
+            super().load_parameter_state_from_fully_reshardable(state_dict)
+            return
+        for index, param in enumerate(self._numbered_params()):
+            if param in self._owner_of:
+                loaded = {key: joined(state_dict[index][key], state) for key, state in self._states_of(param).items()}
+                self._set_main_param_and_optimizer_states(param, loaded)
+
+    def _numbered_params(self) -> Iterator[torch.nn.Parameter]:
+        """All params of this optimizer in Megatron's order, which is the same on all data-parallel ranks."""
+        for buffer in self.buffers:
+            yield from buffer.param_index_map
 
     def load_state_dict(self, state_dict) -> None:
         """Adds to the base: no step is possible before the states that belong to `state_dict` are loaded too."""

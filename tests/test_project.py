@@ -29,6 +29,7 @@ LAYERS = {
     "checkpoint": {"kernels", "states"},
     "deferred_grads": set(),
     "param_gather": {"partition"},
+    "reshardable": set(),
     "arguments": set(),
     "device": {"schedule"},
     "files": set(),
@@ -46,13 +47,13 @@ LAYERS = {
     "monitor": {"arguments", "device", "engine", "measure", "reporting", "schedule", "trace", "tuner"},
     "optimizer": {
         *("arguments", "checkpoint", "device", "early_grads", "engine", "kernels", "deferred_grads", "operations"),
-        *("calibration", "monitor", "param_gather", "partition", "perf_model", "tuner"),
+        *("calibration", "monitor", "param_gather", "partition", "perf_model", "reshardable", "tuner"),
     },
 }
 """Module or folder of the package -> the others that it may import. What is not named here may import all but
 cpu_emulation. A program is a value of `schedule`; devices run programs, so they know its types."""
 
-KNOWS_NO_MEGATRON = tuple(part for part in LAYERS if part != "optimizer")
+KNOWS_NO_MEGATRON = tuple(part for part in LAYERS if part not in ("optimizer", "reshardable"))
 KNOWS_NO_TORCH = (
     *("partition", "schedule", "machine", "perf_model", "rivals", "arguments"),
     *("files", "trace", "measure", "tuner"),

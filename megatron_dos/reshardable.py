@@ -1,0 +1,144 @@
+"""Fully reshardable checkpoints without a gather: each rank writes and reads its own part of every model tensor.
+
+Such a checkpoint has a tensor of the model's shape for each state of each param, so that any layout can load it. A rank
+owns a range of the flattened param, though, and Megatron therefore gathers the states of the whole data-parallel group
+before a save, and loads whole tensors on every rank. But a distributed checkpoint may hold a tensor in boxes of any
+sizes, and a range of a flattened tensor is at most 2 * dimensions - 1 boxes: rows that are begun, whole rows, rows that
+are not finished. A box is contiguous in the states as well, so it is written from there, and read into them.
+
+Keys, shapes and dtypes are those of Megatron's own saves; only the cuts differ, which no reader needs to know.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.utils import is_torch_min_version
+
+__all__ = ["Box", "Slice", "boxes", "joined", "may_be_cut", "sharded_boxes", "slices_of"]
+
+
+class Box(NamedTuple):
+    """A part of a tensor that is a range of it when it is flattened."""
+
+    offset: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int  # in the flattened tensor
+
+
+class Slice(NamedTuple):
+    """A range of a flattened param that the checkpoint keeps as a tensor, or a shard of one, of its own."""
+
+    start: int
+    sharded: ShardedTensor  # without data
+
+
+def may_be_cut() -> bool:
+    """Whether torch can save and load tensors that are cut unevenly."""
+    return is_torch_min_version("2.6a0")
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """The boxes, in order, that make up the range [start, stop) of a flattened tensor of that shape."""
+    if start >= stop:
+        return
+    if len(shape) < 2:
+        yield Box((start,) if shape else (), (stop - start,) if shape else (), start)
+        return
+    row = math.prod(shape[1:])
+    first_whole, end_whole = -(-start // row), stop // row
+    if first_whole > end_whole:  # within one row
+        yield from _within(shape, end_whole, start, stop)
+        return
+    yield from _within(shape, first_whole - 1, start, first_whole * row)
+    if first_whole < end_whole:
+        yield Box((first_whole, *[0] * (len(shape) - 1)), (end_whole - first_whole, *shape[1:]), first_whole * row)
+    yield from _within(shape, end_whole, end_whole * row, stop)
+
+
+def _within(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator[Box]:
+    """The same for a range that lies in one row."""
+    first = index * math.prod(shape[1:])
+    for box in boxes(shape[1:], start - first, stop - first):
+        yield Box((index, *box.offset), (1, *box.sizes), first + box.start)
+
+
+def slices_of(base: Any) -> list[Slice] | None:
+    """How a checkpoint cuts a param before it is cut among ranks, in order; None if not into ranges of it.
+
+    Args:
+        base: the param's entry in the model's sharded state dict: a ShardedTensor, or a factory of several, as Megatron
+            has them for the halves of a gated MLP.
+    """
+    whole = torch.empty(base.data.shape, dtype=torch.float32, device="meta")  # only shapes and strides matter
+    if isinstance(base, ShardedTensor):
+        parts = [replace(base, data=whole, dtype=whole.dtype)]
+    else:
+        parts = list(nested_values(replace(base, data=whole).build()))
+    parts.sort(key=lambda part: part.data.storage_offset())
+    slices, start = [], 0
+    for part in parts:
+        if not part.data.is_contiguous() or part.data.storage_offset() != start:
+            return None
+        slices.append(Slice(start, part.without_data()))
+        start += part.data.numel()
+    return slices if start == whole.numel() else None
+
+
+def sharded_boxes(
+    slices: Sequence[Slice], start: int, state: torch.Tensor, key: str, replica: int, is_loading: bool
+) -> list[ShardedTensor]:
+    """One state of one param, as this rank saves it or wants it loaded.
+
+    Args:
+        slices: of the param.
+        start: where the range that this rank owns begins in the flattened param.
+        state: flat, of that range. The data of the result are views of it, each with a storage of its own, which is
+            what Megatron writes without a copy.
+        key: of the state; the result's keys are `optimizer.state.{key}.{key of the slice}`.
+        replica: 0 where the state is to be written, another number on ranks that hold the same range.
+        is_loading: tensors that may be larger or smaller in the checkpoint get memory of their own, since Megatron
+            fills them with zeros before it looks for the files.
+    """
+    result = []
+    for first, sharded in slices:
+        shape = (1,) * sharded.prepend_axis_num + tuple(sharded.local_shape)
+        low, high = max(start, first), min(start + state.numel(), first + math.prod(shape))
+        for box in boxes(shape, low - first, high - first):
+            begin = first + box.start - start
+            data = _with_own_storage(state[begin : begin + math.prod(box.sizes)]).view(box.sizes)
+            result.append(
+                ShardedTensor(
+                    key=f"optimizer.state.{key}.{sharded.key}",
+                    data=torch.zeros_like(data) if is_loading and sharded.allow_shape_mismatch else data,
+                    dtype=data.dtype,
+                    local_shape=box.sizes,
+                    global_shape=tuple(sharded.global_shape),
+                    global_offset=tuple(map(sum, zip(sharded.global_offset, box.offset, strict=True))),
+                    axis_fragmentations=None,  # Megatron's word for uneven cuts
+                    # The last one counts the data-parallel group, of which this rank alone owns the range.
+                    replica_id=(*sharded.replica_id[:-1], replica),
+                    allow_shape_mismatch=sharded.allow_shape_mismatch,
+                )
+            )
+    return result
+
+
+def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
+    return view if view.is_cuda else torch.from_numpy(view.numpy())
+
+
+def joined(parts: Sequence[torch.Tensor], state: torch.Tensor) -> torch.Tensor:
+    """Loaded boxes of one state as one flat tensor: `state` itself if they were read into it."""
+    address = state.data_ptr()
+    for part in parts:
+        if part.data_ptr() != address:
+            return torch.cat([part.reshape(-1).cpu() for part in parts])
+        address += part.nbytes
+    return state
