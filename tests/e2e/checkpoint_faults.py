@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import resource
@@ -52,10 +53,13 @@ def hold_writers(gate: Path) -> None:
     FileSystemWriterAsync.write_preloaded_data = staticmethod(held)
 
 
-def written_while_stepping(folder: str, persistent: bool, shared: bool, protected: bool = True) -> dict[str, Any]:
+def written_while_stepping(
+    folder: str, layout: str, persistent: bool, shared: bool, protected: bool = True
+) -> dict[str, Any]:
     """Schedule an asynchronous save, step twice, only then let it be written, and load it.
 
     Args:
+        layout: of the states in the file.
         persistent: Megatron's writer process that lives as long as the training, else one forked for the save.
         shared: the states are mapped shared, as page-locked ones are.
         protected: false removes what protects the save.
@@ -88,7 +92,7 @@ def written_while_stepping(folder: str, persistent: bool, shared: bool, protecte
     torch.distributed.barrier()
     queue = AsyncCallsQueue(persistent=persistent)
     request = dist_checkpointing.save(
-        sharded(run), str(target), async_sharded_save=True, async_strategy="mcore", content_metadata={}
+        sharded(run, layout=layout), str(target), async_sharded_save=True, async_strategy="mcore", content_metadata={}
     )
     queue.schedule_async_request(request)
     del request
@@ -98,13 +102,14 @@ def written_while_stepping(folder: str, persistent: bool, shared: bool, protecte
     gate.touch()
     queue.maybe_finalize_async_calls(blocking=True)
     queue.close()
-    run.optimizer.load_state_dict(dist_checkpointing.load(sharded(run, True), str(target))["optimizer"])
+    run.optimizer.load_state_dict(dist_checkpointing.load(sharded(run, True, layout), str(target))["optimizer"])
     return {"in_file": differences(run, expected), "went_on": went_on, "step": run.inner.optimizer.step_count}
 
 
-def sharded(run: FlatRun, is_loading: bool = False) -> dict[str, Any]:
-    metadata = {"distrib_optim_sharding_type": "dp_reshardable", "chained_optim_avoid_prefix": True}
-    return {"optimizer": run.optimizer.sharded_state_dict({}, is_loading=is_loading, metadata=metadata)}
+def sharded(run: FlatRun, is_loading: bool = False, layout: str = "dp_reshardable") -> dict[str, Any]:
+    metadata = {"distrib_optim_sharding_type": layout, "chained_optim_avoid_prefix": True}
+    state_dict = run.optimizer.sharded_state_dict(run.sharded_model(), is_loading=is_loading, metadata=metadata)
+    return {"optimizer": state_dict}
 
 
 def differences(run: FlatRun, expected: list[dict[str, torch.Tensor] | None]) -> list[str]:
@@ -188,13 +193,13 @@ def faults(point: str, model: Any, optimizer: Any, args: Any) -> Any:
         return None
     folder = Path(os.environ["FAULTS"])
     attempt = _Attempts(model, optimizer, args)
-    for way in ("torch", "torch_dist"):
-        good = folder / way
+    for way in json.loads(os.environ["WAYS"]):
+        good = folder / checkpoints.folder_of(way)
         checkpoints.save(model, optimizer, args, good, way, iteration=5)
         attempt.save(f"{way}: full disk", good, way)
         attempt.load(f"{way}: after full disk", good, way)
         for fault, spoil in FAULTS.items():
-            bad = folder / f"{way} {fault}"
+            bad = folder / f"{good.name} {fault}"
             if torch.distributed.get_rank() == 0:
                 shutil.copytree(good, bad)
                 for path in sorted(bad.glob("iter_*/**/*")):

@@ -28,8 +28,15 @@ def offload_between_steps(point: str, model: Any, optimizer: Any, args: Any) -> 
         model[0].restore_grad_buffers()
 
 
+def torch_is_too_old() -> None:
+    """Before set-up: as if torch could not save tensors that are cut unevenly."""
+    from megatron_dos import optimizer
+
+    optimizer.may_be_cut = lambda: False
+
+
 def files_of_two_saves(folder: str) -> dict[str, Any]:
-    """Save the same states twice, in both formats. A hash of each file by name, and what all ranks have in common."""
+    """Save the same states twice, in all layouts. A hash of each file by name, and what all ranks have in common."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -42,11 +49,13 @@ def files_of_two_saves(folder: str) -> dict[str, Any]:
         target = Path(folder) / str(number)
         if first:
             (target / "dist").mkdir(parents=True)
+            (target / "reshardable").mkdir()
         torch.distributed.barrier()
         # Padding is memory that nobody has written, so let it hold something else for each save.
         leftover = torch.full((100_000,), float(number + 1), device="cpu")
         del leftover
-        dist_checkpointing.save(sharded(run), str(target / "dist"), content_metadata={})
+        for name, layout in (("dist", "dp_reshardable"), ("reshardable", "fully_reshardable")):
+            dist_checkpointing.save(sharded(run, layout=layout), str(target / name), content_metadata={})
         run.optimizer.save_parameter_state(str(target / "distrib_optim.pt"))
         if first:
             torch.save(run.optimizer.state_dict(), target / "optimizer.pt")

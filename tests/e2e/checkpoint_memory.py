@@ -56,11 +56,11 @@ def peaks(folder: str, deep: bool) -> dict[str, Any]:
     outcome: dict[str, Any] = {"states": 12 * sum(param.numel() for param in run.params)}
 
     def save_dist(layout: str) -> None:
-        state_dict = {"optimizer": run.optimizer.sharded_state_dict(_model(run), metadata=_metadata(layout))}
+        state_dict = {"optimizer": run.optimizer.sharded_state_dict(run.sharded_model(), metadata=_metadata(layout))}
         dist_checkpointing.save(state_dict, str(Path(folder) / layout), content_metadata={})
 
     def load_dist(layout: str) -> None:
-        wanted = run.optimizer.sharded_state_dict(_model(run), is_loading=True, metadata=_metadata(layout))
+        wanted = run.optimizer.sharded_state_dict(run.sharded_model(), is_loading=True, metadata=_metadata(layout))
         loaded = dist_checkpointing.load({"optimizer": wanted}, str(Path(folder) / layout))
         run.optimizer.load_state_dict(loaded["optimizer"])
 
@@ -87,15 +87,6 @@ def _metadata(layout: str) -> dict[str, Any]:
         "distrib_optim_sharding_type": layout,
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "chained_optim_avoid_prefix": True,
-    }
-
-
-def _model(run: flat.FlatRun) -> dict[str, Any]:
-    from megatron.core.dist_checkpointing import ShardedTensor
-
-    return {
-        name: ShardedTensor.from_rank_offsets(name, param, replica_id=(0, 0, torch.distributed.get_rank()))
-        for name, param in run.ddp.module.named_parameters()
     }
 
 

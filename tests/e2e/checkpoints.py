@@ -13,7 +13,7 @@ import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import rank_main
@@ -171,23 +171,47 @@ def _tensors(model: Any, optimizer: Any) -> dict[str, str]:
     return {name: hashlib.sha256(values.tobytes()).hexdigest() for name, values in whole.items()}
 
 
-def _places(model: Any) -> dict[int, tuple[str, tuple[int, ...], tuple[Any, ...]]]:
-    """id of a param -> its global name, the shape of the whole tensor, and where in it this rank's part is."""
+class Place(NamedTuple):
+    """Where a range of a flattened param is in a whole tensor of the checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    index: tuple[Any, ...]
+    start: int
+    stop: int
+
+
+def _places(model: Any) -> dict[int, list[Place]]:
+    """id of a param -> where its ranges are. Halves of a gated MLP are apart in the whole tensor."""
     from megatron.core import mpu
     from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
     from megatron.core.utils import unwrap_model
 
     metadata = {
         "singleton_local_shards": False,
         "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
     }
-    return {
-        id(entry.data): (entry.key, tuple(entry.global_shape), tuple(entry.global_slice()))
-        for chunk in unwrap_model(model)
-        for entry in nested_values(chunk.sharded_state_dict(metadata=metadata))
-        if isinstance(entry, ShardedTensor)
-    }
+    places: dict[int, list[Place]] = {}
+    for chunk in unwrap_model(model):
+        for entry in nested_values(chunk.sharded_state_dict(metadata=metadata)):
+            if not isinstance(entry, (ShardedTensor, ShardedTensorFactory)):
+                continue
+            found = places.setdefault(id(entry.data), [])
+            for part in [entry] if isinstance(entry, ShardedTensor) else entry.build():
+                start = part.data.storage_offset() - entry.data.storage_offset()
+                where = (part.key, tuple(part.global_shape), tuple(part.global_slice()))
+                found.append(Place(*where, start, start + part.data.numel()))
+    return places
+
+
+def _cut(places: list[Place], start: int, values: np.ndarray, what: str) -> Iterator[tuple[str, Any, Any, int, Any]]:
+    """The values of a flattened param from `start` on, by whole tensors."""
+    for place in places:
+        low, high = max(place.start, start), min(place.stop, start + values.size)
+        if low < high:
+            where = (place.shape, place.index, low - place.start)
+            yield f"{what} {place.name}", *where, values[low - start : high - start]
 
 
 def _bits(tensor: torch.Tensor) -> np.ndarray:
@@ -198,22 +222,18 @@ def _bits(tensor: torch.Tensor) -> np.ndarray:
 def _weights(model: Any) -> Iterator[tuple[str, Any, Any, int, np.ndarray]]:
     places = _places(model)
     for param in named_params(model).values():
-        if id(param) in places:  # the output layer's tied copy is not saved
-            name, shape, index = places[id(param)]
-            yield f"weight {name}", shape, index, 0, _bits(param)
+        # The output layer's tied copy is not saved.
+        yield from _cut(places.get(id(param), []), 0, _bits(param), "weight")
 
 
 def _states(model: Any, optimizer: Any) -> Iterator[tuple[str, Any, Any, int, np.ndarray]]:
     places = _places(model)
     for one in distributed_optimizers(optimizer):
         for param in one.model_param_gbuf_map:
-            if id(param) not in places:
-                continue
-            name, shape, index = places[id(param)]
             owned = one._get_model_param_range_map(param)["param"]
             for key, tensor in one._get_main_param_and_optimizer_states(param).items():
                 if key in ("param", "exp_avg", "exp_avg_sq"):
-                    yield f"{key} {name}", shape, index, owned.start, _bits(tensor)
+                    yield from _cut(places.get(id(param), []), owned.start, _bits(tensor), key)
 
 
 # ---- Hooks ----------------------------------------------------------------------------------------------------------

@@ -101,6 +101,16 @@ class FlatRun:
         self.ddp.finish_grad_sync()
         return self.optimizer.step()
 
+    def sharded_model(self) -> dict[str, Any]:
+        """The model's sharded state dict, as Megatron's optimizers need it for checkpoints."""
+        from megatron.core.dist_checkpointing import ShardedTensor
+
+        replica = (0, 0, torch.distributed.get_rank())
+        return {
+            name: ShardedTensor.from_rank_offsets(name, param, replica_id=replica)
+            for name, param in self.ddp.module.named_parameters()
+        }
+
     def weights(self) -> list[torch.Tensor]:
         return [param.detach().cpu().clone() for param in self.params]
 
