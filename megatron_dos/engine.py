@@ -195,19 +195,22 @@ class UpdateEngine:
         """
         return {
             name: parts[0] if len(parts) == 1 else torch.cat([part.cpu() for part in parts])
-            for name, parts in self._owner_parts(owner).items()
+            for name, parts in self.owner_parts(owner).items()
         }
 
     @torch.no_grad()
     def write_owner_states(self, owner: int, states: Mapping[str, torch.Tensor]) -> None:
         """Copy `states`, flat tensors by name, into those of one parameter shard."""
-        parts_of = self._owner_parts(owner)
+        parts_of = self.owner_parts(owner)
         for name, new in states.items():
             for part, new_part in zip(parts_of[name], new.split([len(p) for p in parts_of[name]]), strict=True):
                 part.copy_(new_part)
 
-    def _owner_parts(self, owner: int) -> dict[str, list[torch.Tensor]]:
-        """For each state, its parts of the slabs: in host memory, on the device, or one of each."""
+    def owner_parts(self, owner: int) -> dict[str, list[torch.Tensor]]:
+        """For each state of a parameter shard, views of its parts: in host memory, on the device, or one of each.
+
+        Waits for a step whose last states are still on their way to the host.
+        """
         if self._in_flight:
             self._device.synchronize()
             self._in_flight = False

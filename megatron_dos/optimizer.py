@@ -12,6 +12,7 @@ all-gather, the checkpoint layouts and every process group stay Megatron's own c
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -22,7 +23,9 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 
+from megatron_dos import parameter_file
 from megatron_dos.arguments import DosOptions, UnsupportedOptionError, can_send_grads_early, validate_optimizer
 from megatron_dos.calibration import cached_machine
 from megatron_dos.checkpoint import (
@@ -46,6 +49,7 @@ from megatron_dos.param_gather import EarlyParamGather, is_possible
 from megatron_dos.partition import Partition, automatic_subgroup_size, owned_ranges, partition
 from megatron_dos.perf_model import Workload
 from megatron_dos.reshardable import joined, may_be_cut, sharded_boxes, slices_of
+from megatron_dos.state_stream import Share
 from megatron_dos.tuner import FirstChoice, first_choice
 
 __all__ = ["DeepStatesOptimizer", "HostAdam", "make_device"]
@@ -54,11 +58,6 @@ __all__ = ["DeepStatesOptimizer", "HostAdam", "make_device"]
 LOADED_IN_PLACE = ("dp_reshardable", "fully_reshardable", "fully_sharded_model_space")
 # Host slots for grads that are sent in the backward pass, when the user names no number.
 EARLY_SLOTS = 4
-
-UNCHANGED = (
-    "The optimizer states are as they were. Load another checkpoint (--ckpt-step), or the weights alone with "
-    "--no-load-optim or --finetune."
-)
 
 # Every subgroup costs some bookkeeping in each step; beyond this many it would be felt.
 MOST_SUBGROUPS = 1 << 16
@@ -249,6 +248,39 @@ def _announce(subgroups: Partition, options: EngineOptions, reason: str, asked_s
         print(cpu_kernel.describe(options.threads), flush=True)
 
 
+def _let_chains_stream() -> None:
+    """Have chains of deep-states optimizers save and load their states as one optimizer alone does.
+
+    Expert parallelism makes such chains. They are Megatron's, and ask each optimizer for all of its states, so their
+    class is what can be hooked. It behaves as before for chains of others.
+    """
+    save, load = ChainedOptimizer.save_parameter_state, ChainedOptimizer.load_parameter_state
+    if getattr(save, "_streams_deep_states", False):
+        return
+
+    def is_ours(chain: ChainedOptimizer) -> bool:
+        ours = (isinstance(one, DeepStatesOptimizer) and not one.is_stub_optimizer for one in chain.chained_optimizers)
+        return len(chain.chained_optimizers) > 1 and all(ours)
+
+    @functools.wraps(save)
+    def save_parameter_state(self: ChainedOptimizer, filename: str) -> None:
+        if is_ours(self):
+            parameter_file.save(self.chained_optimizers, filename)
+        else:
+            save(self, filename)
+
+    @functools.wraps(load)
+    def load_parameter_state(self: ChainedOptimizer, filename: str, *, update_legacy_format: bool = False) -> None:
+        if is_ours(self) and not update_legacy_format:
+            parameter_file.load(self.chained_optimizers, filename)
+        else:
+            load(self, filename, update_legacy_format=update_legacy_format)
+
+    save_parameter_state._streams_deep_states = True
+    ChainedOptimizer.save_parameter_state = save_parameter_state
+    ChainedOptimizer.load_parameter_state = load_parameter_state
+
+
 class DeepStatesOptimizer(DistributedOptimizer):
     """Megatron's distributed optimizer with FP32 master params, exp_avg and exp_avg_sq in host memory.
 
@@ -317,6 +349,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
         self._loads = LoadsInPlace(self._spoil)
         self._half_loaded = ""  # why no step is possible, or nothing
         self._loads_whole_tensors = False  # by the load that goes on
+        _let_chains_stream()
         if sends_early:
             EarlyGrads(model_chunks, self.buffers, self._engine, self._grad_of)
         self._deferred = DeferredGrads(fp32_too=sends_early)
@@ -404,7 +437,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
         if not self.is_stub_optimizer:
             if self._half_loaded:
                 raise CheckpointError(f"no step is possible: {self._half_loaded}. Load a whole checkpoint first.")
-            self._require_whole_states("step")
+            self.require_whole_states("step")
             self._loads.end()  # of one that was given up before anything was read
         self._adopt_fp32_params()
         if self.is_stub_optimizer:
@@ -415,7 +448,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
         self._monitor.collect()
         return success
 
-    def _require_whole_states(self, what: str) -> None:
+    def require_whole_states(self, what: str) -> None:
         """Nothing is done with the states of a step that has failed in its middle, which a caller may have caught."""
         if not self.is_stub_optimizer and self._engine.torn:
             raise CheckpointError(
@@ -498,7 +531,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
         if self.is_stub_optimizer:
             return super().sharded_state_dict(model_sharded_state_dict or {}, is_loading, *args, **kwargs)
         if not is_loading:
-            self._require_whole_states("save")
+            self.require_whole_states("save")
         half_loaded = self._half_loaded
         state_dict = super().sharded_state_dict(model_sharded_state_dict or {}, is_loading, *args, **kwargs)
         self._half_loaded = half_loaded  # a load starts with what the optimizer has, through load_state_dict
@@ -570,59 +603,55 @@ class DeepStatesOptimizer(DistributedOptimizer):
             self._half_loaded, self._engine.torn = "", False
 
     def save_parameter_state(self, filename) -> None:
-        """Replaces: no rank waits when the first cannot write the file."""
-        self._require_whole_states("save")
-        state_dict, problem = self.get_parameter_state_dp_zero(), ""
-        if self.data_parallel_group.rank() == 0:
-            try:
-                torch.save(state_dict, filename)
-            except Exception as error:  # the disk is full, say: all ranks are to hear of it
-                problem = f"{filename} cannot be written: {error}. Earlier checkpoints are as they were."
-        self._raise_together(problem)
+        """Replaces: gathering all states before they are written. See `parameter_file`."""
+        parameter_file.save([self], filename)
 
     def load_parameter_state(self, filename, *, update_legacy_format: bool = False) -> None:
-        """Replaces: the file is read as its parts are needed, and no rank waits when the first cannot read it."""
-        if self.is_stub_optimizer:
-            return
-        state_dict, problem = None, ""
-        if self.data_parallel_group.rank() == 0:
-            try:
-                state_dict = torch.load(filename, map_location="cpu", mmap=True)
-            except Exception as error:  # whatever is wrong with it, all ranks are to hear of it
-                problem = f"{filename} cannot be loaded: {error}. {UNCHANGED}"
-        self._raise_together(problem)
-        self.load_parameter_state_from_dp_zero(state_dict, update_legacy_format=update_legacy_format)
+        """Replaces: reading all states before they are sent to those who own them. See `parameter_file`."""
+        if update_legacy_format:
+            super().load_parameter_state(filename, update_legacy_format=True)
+        elif not self.is_stub_optimizer:
+            parameter_file.load([self], filename)
 
     def load_parameter_state_from_dp_zero(self, state_dict, *, update_legacy_format: bool = False) -> None:
-        """Adds to the base: what does not fit is refused on all ranks, before anything is changed."""
-        problem = ""
-        if self.data_parallel_group.rank() == 0:
-            problem = self._problem_of_dp_zero(state_dict)
-            problem = problem and f"{problem}. {UNCHANGED}"
-        self._raise_together(problem)
-        super().load_parameter_state_from_dp_zero(state_dict, update_legacy_format=update_legacy_format)
-        self._half_loaded, self._engine.torn = "", False
+        """Replaces: sending all states at once. What does not fit is refused before anything is changed."""
+        if update_legacy_format:
+            super().load_parameter_state_from_dp_zero(state_dict, update_legacy_format=True)
+            self.parameters_loaded()
+        else:
+            parameter_file.load_content([self], [state_dict])
 
-    def _problem_of_dp_zero(self, state_dict) -> str:
-        """Why the gathered states of a checkpoint do not fit this model; nothing if they do."""
+    def parameter_shares(self) -> dict[int, dict[Any, dict[str, Share]]]:
+        """The states by buffer, its dtypes and Megatron's name, as the flat tensors that Megatron gathers them into."""
+        shares: dict[int, dict[Any, dict[str, Share]]] = {}
         for index, of_buffer in enumerate(self.gbuf_ranges):
-            for dtypes in of_buffer:
-                expected, keys = self.buffers[index].numel_unpadded, ("param", *self.optimizer_state_keys)
-                try:
-                    found = {key: state_dict[index][dtypes][key].numel() for key in keys}
-                except (KeyError, TypeError, AttributeError) as error:
-                    return f"the checkpoint has no optimizer states of buffer {index} ({dtypes}): {error!r}"
-                if set(found.values()) != {expected}:
-                    return f"the checkpoint has {found} elements for buffer {index}, which has {expected:,}"
-        return ""
+            buckets = [(bucket.grad_data.numel(), bucket.numel_unpadded) for bucket in self.buffers[index].buckets]
+            shares[index] = {}
+            for dtypes, ranges in of_buffer.items():
+                of_state = {key: Share(buckets, []) for key in ("param", *self.optimizer_state_keys)}
+                shares[index][dtypes] = of_state
+                base = 0
+                for (_, unpadded), range_map in zip(buckets, ranges, strict=True):
+                    for param, where in range_map["param_map"].items():
+                        parts = self._engine.owner_parts(self._owner_of[param])
+                        for key, share in of_state.items():
+                            start = base + where["gbuf_world_in_bucket"].start
+                            for part in parts["master" if key == "param" else key]:
+                                share.views.append((start, part))
+                                start += len(part)
+                    base += unpadded
+        return shares
 
-    def _raise_together(self, problem: str) -> None:
-        """Raise on all data-parallel ranks what the first of them has found; nothing if it has found nothing."""
-        shared = [problem]
-        first = torch.distributed.get_process_group_ranks(self.data_parallel_group_gloo)[0]
-        torch.distributed.broadcast_object_list(shared, src=first, group=self.data_parallel_group_gloo)
-        if shared[0]:
-            raise CheckpointError(shared[0])
+    def parameters_loaded(self, problem: str = "") -> None:
+        """All states have been loaded from Megatron's gathered ones; or, with a problem, some."""
+        if problem:
+            self._half_loaded = problem
+            return
+        for owner, shard in enumerate(self._shards):
+            if shard.dtype == torch.float32:  # its own master, for the base
+                shard.detach().copy_(self._engine.owner_states(owner)["master"])
+                self._fp32_params_were_set = True
+        self._half_loaded, self._engine.torn = "", False
 
     def _spoil(self, error: BaseException) -> None:
         self._half_loaded = f"reading a checkpoint into the optimizer states failed in the middle ({error})"

@@ -33,6 +33,9 @@ LAYERS = {
     "arguments": set(),
     "device": {"schedule"},
     "files": set(),
+    "torch_file": set(),
+    "state_stream": set(),
+    "parameter_file": {"checkpoint", "files", "state_stream", "torch_file"},
     "trace": {"device", "files", "schedule"},
     "lane_rates": {"kernels", "perf_model"},
     "calibration_worker": {"kernels", "lane_rates"},
@@ -47,7 +50,8 @@ LAYERS = {
     "monitor": {"arguments", "device", "engine", "measure", "reporting", "schedule", "trace", "tuner"},
     "optimizer": {
         *("arguments", "checkpoint", "device", "early_grads", "engine", "kernels", "deferred_grads", "operations"),
-        *("calibration", "monitor", "param_gather", "partition", "perf_model", "reshardable", "tuner"),
+        *("calibration", "monitor", "param_gather", "parameter_file", "partition", "perf_model", "reshardable"),
+        *("state_stream", "tuner"),
     },
 }
 """Module or folder of the package -> the others that it may import. What is not named here may import all but

@@ -162,8 +162,10 @@ def kill_in_the_second_save() -> None:
     """Before set-up: rank 1 is killed with the second checkpoint half written (`torch`: the first rank, who writes)."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
+    from megatron_dos import torch_file
+
     saves = {"count": 0}
-    write, plain = FileSystemWriterAsync.write_preloaded_data, torch.save
+    write, plain = FileSystemWriterAsync.write_preloaded_data, torch_file.write
 
     def die(path: Path) -> None:
         path.write_bytes(b"PK\x03\x04 half a file")
@@ -175,15 +177,14 @@ def kill_in_the_second_save() -> None:
             die(Path(kwargs["write_bucket"][0]))
         return write(transforms, *args, **kwargs)
 
-    def save_or_die(value: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(file, str) and file.endswith("distrib_optim.pt"):
-            saves["count"] += 1
-            if saves["count"] == 2:
-                die(Path(file))
-        return plain(value, file, *args, **kwargs)
+    def write_states_or_die(path: Path, *args: Any) -> None:
+        saves["count"] += 1
+        if saves["count"] == 2:
+            die(path)
+        plain(path, *args)
 
     FileSystemWriterAsync.write_preloaded_data = staticmethod(write_or_die)
-    torch.save = save_or_die
+    torch_file.write = write_states_or_die
 
 
 def faults(point: str, model: Any, optimizer: Any, args: Any) -> Any:

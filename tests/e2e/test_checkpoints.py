@@ -369,12 +369,11 @@ class TestMemory:
             }
         return found
 
-    @pytest.mark.parametrize("layout", ["dp_reshardable", "fully_reshardable"])
+    @pytest.mark.parametrize("layout", ["dp_reshardable", "fully_reshardable", "torch"])
     @pytest.mark.parametrize("what", ["save", "load"])
-    def test_torch_dist_takes_no_second_copy_of_the_states(self, peaks, layout, what):
+    def test_no_layout_takes_a_second_copy_of_the_states(self, peaks, layout, what):
         assert peaks["ours"][layout][what] < 0.2
 
-    @pytest.mark.parametrize("layout", ["torch"])
-    @pytest.mark.parametrize("what", ["save", "load"])
-    def test_other_layouts_take_the_copies_that_megatron_takes(self, peaks, layout, what):
-        assert peaks["ours"][layout][what] < peaks["stock"][layout][what] + 0.6
+    @pytest.mark.parametrize("layout", ["dp_reshardable", "fully_reshardable", "torch"])
+    def test_the_copies_that_megatron_takes_are_seen(self, peaks, layout):
+        assert peaks["stock"][layout]["save"] > 0.9

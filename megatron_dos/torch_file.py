@@ -1,0 +1,118 @@
+"""Files as `torch.save` makes them, written and read a piece at a time.
+
+[Note: files in pieces] `torch.save` wants every tensor whole and in memory. Its files are plain zip archives, though:
+a pickle that names a record for each tensor, and the records, which hold the elements as they lie in memory. Here a
+`FlatTensor` stands in the pickle for a tensor whose elements come later, and Python's `zipfile` writes the records as
+the elements arrive. `torch.load` reads such a file like any other, mapped or not; so does every other reader of zips.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import mmap
+import os
+import pickle
+import struct
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["FlatTensor", "forget", "read", "write"]
+
+ALIGNMENT = 64
+"""Of every record in the file, in bytes, as torch does it: a mapped tensor is aligned then."""
+
+
+class FlatTensor:
+    """Stands for a flat FP32 tensor of `numel` elements in what is given to `write`."""
+
+    def __init__(self, numel: int) -> None:
+        self.numel = numel
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What torch's tensors are pickled as; all versions of torch have to be able to load it.
+        like, record = torch.empty(self.numel, device="meta"), _Record(self.numel)
+        return torch._utils._rebuild_tensor_v2, (record, 0, tuple(like.shape), like.stride(), False, OrderedDict())
+
+
+class _Record:
+    """The elements of a tensor, which are not part of the pickle."""
+
+    def __init__(self, numel: int) -> None:
+        self.numel = numel
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)
+        self.records: list[_Record] = []
+
+    def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
+        if not isinstance(value, _Record):
+            return None
+        self.records.append(value)
+        return "storage", torch.FloatStorage, str(len(self.records) - 1), "cpu", value.numel
+
+
+def write(path: str | os.PathLike[str], folder: str, content: Any, chunks: Iterator[torch.Tensor]) -> None:
+    """Write `content` to the file `path`. See [Note: files in pieces].
+
+    Args:
+        folder: of the records in the archive. torch takes the name of the file without its suffix.
+        content: plain values, with a `FlatTensor` for each tensor.
+        chunks: the elements of these tensors in the order of the pickle, FP32 in host memory; no chunk has elements of
+            two tensors. Each is used before the next is asked for, and they are asked for until there are no more.
+
+    Raises:
+        ValueError: there are more or fewer elements than the tensors have.
+        OSError: the file cannot be written.
+    """
+    pickled = io.BytesIO()
+    pickler = _Pickler(pickled)
+    pickler.dump(content)
+    with open(path, "wb") as file, zipfile.ZipFile(file, "w") as archive:
+        for name, text in (("data.pkl", pickled.getvalue()), ("byteorder", sys.byteorder.encode())):
+            with archive.open(_entry(f"{folder}/{name}", file.tell()), "w", force_zip64=True) as out:
+                out.write(text)
+        for number, record in enumerate(pickler.records):
+            with archive.open(_entry(f"{folder}/data/{number}", file.tell()), "w", force_zip64=True) as out:
+                missing = record.numel
+                while missing > 0:
+                    chunk = next(chunks, None)
+                    if chunk is None:
+                        raise ValueError(f"tensor {number} lacks {missing:,} of its {record.numel:,} elements")
+                    out.write(chunk.view(torch.uint8).numpy())
+                    missing -= chunk.numel()
+            if missing:
+                raise ValueError(f"tensor {number} has {record.numel:,} elements, {-missing:,} more were given")
+        if next(chunks, None) is not None:
+            raise ValueError(f"more elements were given than the {len(pickler.records)} tensors have")
+        with archive.open(_entry(f"{folder}/version", file.tell()), "w", force_zip64=True) as out:
+            out.write(b"3\n")
+
+
+def _entry(name: str, start: int) -> zipfile.ZipInfo:
+    """The header of a record, for byte `start` of the file, with padding that aligns what follows it."""
+    sizes = 20  # the field that zipfile puts in front of ours
+    padding = -(start + zipfile.sizeFileHeader + len(name) + sizes + 4) % ALIGNMENT
+    entry = zipfile.ZipInfo(name)  # of 1980: two files with the same content are the same
+    entry.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+    return entry
+
+
+def read(path: str | os.PathLike[str]) -> Any:
+    """What is in a file of `torch.save`, its tensors mapped: their elements are read when they are looked at."""
+    return torch.load(path, map_location="cpu", mmap=True)
+
+
+def forget(part: torch.Tensor) -> None:
+    """Give back the memory of a part of a tensor that `read` has mapped; looked at again, it is read again."""
+    start = -(-part.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (part.data_ptr() + part.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if start < end:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
