@@ -89,9 +89,10 @@ class DosOptions:
 
     dos_overlap_grad_d2h: str = field(default="auto", metadata={"choices": ("auto", "on", "off")})
     """Send gradients to the CPU in the backward pass, each bucket as soon as it is reduced. The norm, the check for
-    infinities and clipping come before any update, as ever, and the result is the same to the bit. Needs
-    --overlap-grad-reduce; auto does it where that is on and there is a GPU, but not with CUDA_DEVICE_MAX_CONNECTIONS=1
-    or --log-num-zeros-in-grad."""
+    infinities and clipping come before any update, as ever, and the result is the same to the bit, but for the last
+    bits of a norm that Transformer Engine or Apex computes. Needs --overlap-grad-reduce; auto does it where that is on
+    and there is a GPU, but not with CUDA_DEVICE_MAX_CONNECTIONS=1, TORCH_NCCL_BLOCKING_WAIT=1 or
+    --log-num-zeros-in-grad."""
 
     dos_early_grad_slots: int = field(default=0, metadata={"metavar": "SUBGROUPS", "maximum": 2**16})
     """Number of subgroups whose gradients may be sent in the backward pass: each takes host memory of at most 4 bytes

@@ -14,7 +14,8 @@ that answers the same question can stand in for each large one:
   - number of zeros: as many zeros as the shard holds, behind that 1.0.
 
 The factors found this way are applied where the update reads the grad, in FP32 and in Megatron's order: unscale
-first, then clip. Every result has the bits of the up-casting path.
+first, then clip. Every result has the bits of the up-casting path where Megatron's own code takes the norm; Transformer
+Engine's and Apex's sum squares over all tensors at once, which may differ in the last bits of the norm.
 """
 
 from __future__ import annotations

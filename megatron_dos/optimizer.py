@@ -221,9 +221,10 @@ def _engine_options(options: DosOptions) -> EngineOptions:
 def _sends_early(options: DosOptions, device: torch.device, config: Any, model_chunks: list[Any]) -> bool:
     if options.dos_overlap_grad_d2h != "auto":
         return options.dos_overlap_grad_d2h == "on"
-    # With one hardware queue the copies' wait for a reduction might hold up the backward pass behind it; counting zeros
-    # would need stand-ins of 4 bytes for each zero of FP32 grads.
-    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" or config.log_num_zeros_in_grad:
+    # The copies' wait for a reduction might hold up the backward pass: behind it in the one hardware queue, or in the
+    # host. Counting zeros would need stand-ins of 4 bytes for each zero of FP32 grads.
+    waits = [os.environ.get(name) for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_NCCL_BLOCKING_WAIT")]
+    if "1" in waits or config.log_num_zeros_in_grad:
         return False
     first = model_chunks[0]
     return device.type == "cuda" and can_send_grads_early(config, first.ddp_config, first.config)

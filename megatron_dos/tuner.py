@@ -14,6 +14,11 @@ they take describes that one share only: lanes look busy, whatever the share. Th
 that take longer than they did with another share. Then what counts is bytes: host memory is a further lane, with the
 highest rate that a step has reached, and the least that each operation has taken is its own cost. Even that may have
 been slowed down, so once, for one trial, copies are taken to be faster alone than they were ever seen.
+
+[Note: warming up] When operations run for the first time, kernels are compiled and memory is touched, which may take
+seconds. Steps in which a kind of operation is new are not learned from, nor is the first with another share if it takes
+much longer than those before the move, which promised less: another kernel may have been compiled for what this share
+is the first to stream.
 """
 
 from __future__ import annotations
@@ -36,7 +41,7 @@ __all__ = ["START_SHARE", "Decision", "FirstChoice", "ShareTuner", "first_choice
 START_SHARE = Fraction(1, 2)
 """The CPU's share of the first steps where nothing is known of the machine: all lanes work, so all are measured."""
 
-WARM_UP = 1  # steps that are not learned from: kernels are compiled, memory is touched for the first time
+SURPRISING = 1.5  # times as long as the steps before, see [Note: warming up]
 WORTH_IT = 0.02  # a predicted gain below this part of the step is none
 CONTENDED = 1.08  # operations that take longer than with another share by more than this factor hinder one another
 DRIFTED = 0.10  # steps that take this part more or less than before are another situation
@@ -173,7 +178,8 @@ class ShareTuner:
         self._known = _least_costs(self._link_bytes) | dict(costs or {})
         self._costs = dict(self._known)
         self._measured: set[OpKind] = set()
-        self._to_skip = WARM_UP
+        self._have_run: set[OpKind] = set()
+        self._usual_before: float | None = None  # seconds of a step before the move to a share that was never tried
         self._placements = program_at(host_share).placements
         self._begin_tuning()
 
@@ -191,9 +197,11 @@ class ShareTuner:
             return None
         if not self._is_of_present_share(figures):
             return None
-        if self._to_skip:
-            self._to_skip -= 1
-            return None
+        fresh = figures.costs.keys() - self._have_run
+        self._have_run |= fresh
+        usual_before, self._usual_before = self._usual_before, None
+        if fresh or (usual_before is not None and figures.seconds > SURPRISING * usual_before):
+            return None  # see [Note: warming up]
         if not self.settled:
             self._learn(figures)
             return self._tune(figures)
@@ -268,6 +276,7 @@ class ShareTuner:
         return statistics.fmean(self._seen[share].seconds)
 
     def _move_to(self, share: Fraction) -> None:
+        self._usual_before = None if share in self._seen else self._mean_seconds(self.host_share)
         self.host_share = share
         self._placements = self._program_at(share).placements
 

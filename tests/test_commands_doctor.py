@@ -88,6 +88,19 @@ def test_huge_pages_that_are_off_are_a_note(monkeypatch, tmp_path):
         assert findings()["huge pages"].state == state
 
 
+def test_page_locked_memory_has_a_switch_for_huge_pages_of_its_own(a_gpu, monkeypatch, tmp_path):
+    path = tmp_path / "shmem_enabled"
+    monkeypatch.setattr(doctor, "_SHARED_HUGE_PAGES", path)
+    for text, state in (
+        ("always within_size advise [never] deny force", doctor.NOTE),
+        ("always [advise] never", doctor.OK),
+    ):
+        path.write_text(text)
+        assert findings()["huge locked pages"].state == state
+    path.write_text("always advise [never]")
+    assert f"echo advise > {path}" in findings()["huge locked pages"].way_out
+
+
 def test_packages_that_are_not_there_are_notes(monkeypatch):
     monkeypatch.setattr(doctor, "_version", lambda name: None)
     found = findings()

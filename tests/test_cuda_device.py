@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from virtual_cuda import VirtualCuda
 
 from megatron_dos.device import cuda
 from megatron_dos.device.host import HostDevice
@@ -290,3 +291,19 @@ def test_a_program_that_cannot_go_on_is_reported(monkeypatch):
         cuda.CudaDevice(torch.device("cuda")).run(
             replace(program, ops=ops), handlers_over({}, made.launch, None), lambda resource: []
         )
+
+
+@pytest.mark.parametrize("host_share", [1, 0.5])
+def test_the_cpu_finds_its_next_operation_waiting(monkeypatch, host_share):
+    seconds = {
+        OpKind.GRAD_TO_HOST: 2e-4,
+        OpKind.UPDATE_ON_HOST: 5e-4,
+        OpKind.PARAM_TO_DEVICE: 1e-4,
+        OpKind.STATES_TO_DEVICE: 3e-4,
+        OpKind.STATES_TO_HOST: 3e-4,
+    }
+    clock = VirtualCuda(lambda op: seconds.get(op.kind, 0.0))
+    clock.install(monkeypatch)
+    program = build_program([SubgroupShape((0, 0), 4, False)] * 16, mix([4] * 16, host_share))
+    cuda.CudaDevice(torch.device("cuda")).run(program, clock.handlers(), lambda resource: [])
+    assert clock.cpu_idle == 0

@@ -27,6 +27,7 @@ class VirtualCuda:
         self.made_events = 0
         self._duration = duration
         self._cpu_free = 0.0
+        self.cpu_idle = 0.0  # seconds for which the CPU had nothing to do between two of its operations
         machine = self
 
         class CudaStream:
@@ -74,6 +75,10 @@ class VirtualCuda:
         for name in ("Stream", "Event", "stream", "current_stream"):
             monkeypatch.setattr(cuda.torch.cuda, name, getattr(self, name))
         monkeypatch.setattr(stopwatch, "time", self)
+        monkeypatch.setattr(cuda, "time", self)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
     def perf_counter(self) -> float:
         return self.now
@@ -97,6 +102,8 @@ class VirtualCuda:
             stream = self.current_stream()
             stream.time = max(stream.time, self.now) + self._duration(op)
             return None
+        if self._cpu_free:
+            self.cpu_idle += max(0.0, self.now - self._cpu_free)
         self._cpu_free = max(self._cpu_free, self.now) + self._duration(op)
         return _Ticket(self, self._cpu_free)
 

@@ -27,6 +27,7 @@ Exit status: 0 when training can run here, 1 when something is missing; each lin
 
 OK, NOTE, MISSING = "ok", "note", "MISSING"
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_SHARED_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")  # page-locked states are mapped shared
 
 
 @dataclass(frozen=True)
@@ -137,22 +138,24 @@ def _memory() -> Iterator[Finding]:
         yield Finding(
             "host memory", OK, f"{gib(free)} free of {gib(total)}: states of about {room:.1f}e9 params on this node"
         )
-    try:
-        pages = _HUGE_PAGES.read_text().strip()
-    except OSError:
-        pages = "not told by this kernel"
-    chosen = pages.partition("[")[2].partition("]")[0] or pages
-    if chosen == "never":
-        way_out = f"as root: echo madvise > {_HUGE_PAGES} (updates gain 5 to 15 %)"
-        yield Finding("huge pages", NOTE, chosen, way_out)
-    else:
-        yield Finding("huge pages", OK, chosen)
+    yield _pages("huge pages", _HUGE_PAGES, "madvise", ("never",))
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit == resource.RLIM_INFINITY:
         yield Finding("locked memory", OK, "unlimited")
     else:
         way_out = "should page-locking fail: ulimit -l unlimited, or the container's memlock setting"
         yield Finding("locked memory", NOTE, f"limited to {limit // 1024:,} KiB", way_out)
+
+
+def _pages(subject: str, file: Path, better: str, without: tuple[str, ...]) -> Finding:
+    try:
+        pages = file.read_text().strip()
+    except OSError:
+        pages = "not told by this kernel"
+    chosen = pages.partition("[")[2].partition("]")[0] or pages
+    if chosen in without:
+        return Finding(subject, NOTE, chosen, f"as root: echo {better} > {file} (updates gain 5 to 15 %)")
+    return Finding(subject, OK, chosen)
 
 
 def _gpu() -> Iterator[Finding]:
@@ -171,6 +174,8 @@ def _gpu() -> Iterator[Finding]:
     for index, properties in enumerate(gpus):
         text = f"{properties.name}, {gib(properties.total_memory)}, compute capability {properties.major}."
         yield Finding(f"GPU {index}", OK, f"{text}{properties.minor}{driver}")
+    if gpus:
+        yield _pages("huge locked pages", _SHARED_HUGE_PAGES, "advise", ("never", "deny"))
 
 
 def _optional_packages() -> Iterator[Finding]:

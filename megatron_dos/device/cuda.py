@@ -5,7 +5,7 @@ CPU operations to the update's worker threads as tickets. A device operation can
 depends on have ended (a stream cannot wait for the CPU) and the device operations it depends on have been enqueued (it
 waits for their events). A CPU operation can be submitted once the events of the device operations it depends on have
 passed. The thread enqueues whatever can be enqueued, stream by stream, and blocks only when nothing can: on the
-oldest ticket, or, when no ticket is out, on the event the next CPU operation waits for.
+oldest ticket or the events that the next CPU operation waits for, whichever comes first.
 
 [Note: memory of other streams] Staging memory comes from the caching allocator on the caller's stream. Every stream
 first waits for the caller's stream, and the caller's stream waits for all of them at the end, so the memory can be
@@ -14,6 +14,7 @@ given back, and the host slots and states used again, in the order of the caller
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -23,6 +24,8 @@ import torch
 from megatron_dos.schedule import Op, OpKind, Program, Resource, Stream
 
 __all__ = ["CudaDevice"]
+
+_POLL_S = 5e-5  # far below what the smallest subgroup takes
 
 
 class CudaDevice:
@@ -195,16 +198,23 @@ class _Run:
             self.events[op.index] = event
 
     def _block(self) -> None:
-        """Nothing can be enqueued: wait for what frees the CPU's results, or lets the CPU start."""
-        if self._tickets:
-            index = next(iter(self._tickets))
-            self._tickets.pop(index).wait()
-            self._ended.add(index)
-            return
+        """Nothing can be enqueued: wait for what frees the CPU's results, or lets the CPU start on the next operation,
+        whichever comes first. So the CPU's threads find the next one waiting when they have ended one."""
         queue = self._queues.get(Stream.CPU)
-        waits = [d for d in queue[0].depends_on if not self._is_cpu(d) and d in self.events] if queue else []
-        if not waits:
-            stuck = [queue[0] for queue in self._queues.values() if queue]
-            raise RuntimeError(f"no operation of the program can start; next on each stream: {stuck}")
-        for dependency in waits:
-            self.events[dependency].synchronize()
+        before_next = [d for d in queue[0].depends_on if not self._is_cpu(d)] if queue else []
+        events = [self.events[d] for d in before_next if d in self.events]
+        if not self._tickets:
+            if not events:
+                stuck = [queue[0] for queue in self._queues.values() if queue]
+                raise RuntimeError(f"no operation of the program can start; next on each stream: {stuck}")
+            for event in events:
+                event.synchronize()
+            return
+        index = next(iter(self._tickets))
+        if before_next and len(events) == len(before_next):
+            while not self._tickets[index].poll():
+                if all(event.query() for event in events):
+                    return
+                time.sleep(_POLL_S)
+        self._tickets.pop(index).wait()
+        self._ended.add(index)

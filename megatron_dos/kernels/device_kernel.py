@@ -95,7 +95,8 @@ def _triton_or_elementwise(device: torch.device) -> DeviceKernel:
 
 
 def _try(kernel: DeviceKernel, device: torch.device) -> None:
-    states = torch.zeros((3, 1), dtype=torch.float32, device=device)
-    half = torch.zeros((2, 1), dtype=torch.bfloat16, device=device)
+    # Aligned to 16 bytes like nearly all pieces of a step, for which Triton compiles a kernel of its own.
+    states = torch.zeros((3, 64), dtype=torch.float32, device=device)
+    half = torch.zeros((2, 64), dtype=torch.bfloat16, device=device)
     scalars = AdamScalars.at_step(1, lr=0.0, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, decoupled=True)
     kernel(*states, half[0], scalars, out=half[1])

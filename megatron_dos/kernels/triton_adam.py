@@ -23,10 +23,10 @@ from megatron_dos.kernels import AdamScalars, operands
 
 __all__ = ["BLOCK", "LAUNCH_OPTIONS", "adamw", "adamw_kernel"]
 
-# The kernel moves 28 bytes or more per element and computes little, so only memory matters. 8 elements per thread are
-# one 16-byte access of a bfloat16 grad and two of an FP32 state: with the four inputs a thread asks for over 100 bytes
-# before it waits, which at any occupancy is more than the memory latency needs in flight. Blocks are small, so that
-# their number divides evenly over the multiprocessors.
+# The kernel moves 28 bytes or more per element and computes little, so only memory matters. 4 elements per thread are
+# one 16-byte access of an FP32 state and one of 8 bytes of a bfloat16 grad: with the four inputs a thread asks for over
+# 50 bytes before it waits, which from full multiprocessors is more than the memory latency needs in flight. Blocks are
+# small, so that their number divides evenly over the multiprocessors.
 _WARPS = 8
 _ELEMENTS_PER_THREAD = 4
 BLOCK = 32 * _WARPS * _ELEMENTS_PER_THREAD

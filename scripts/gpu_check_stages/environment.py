@@ -136,6 +136,7 @@ def _host_memory() -> dict[str, Any]:
         "available_bytes": available_host_memory(),
         "memlock_limit_bytes": [None if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard)],
         "transparent_huge_pages": _text("/sys/kernel/mm/transparent_hugepage/enabled").strip(),
+        "shared_huge_pages": _text("/sys/kernel/mm/transparent_hugepage/shmem_enabled").strip(),
     }
 
 
