@@ -1056,6 +1056,7 @@ def adapt_megatron() -> None:
     if not _active:
         raise RuntimeError("call megatron_dos.cpu_emulation.activate() before adapt_megatron()")
     from megatron.core.datasets import utils as dataset_utils
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
     from megatron.core.transformer import dot_product_attention, torch_norm
 
     if dataset_utils.compile_helpers is _compile_dataset_helpers:
@@ -1063,6 +1064,18 @@ def adapt_megatron() -> None:
     dataset_utils.compile_helpers = _compile_dataset_helpers
     _allow_sequence_parallel_norm(torch_norm.WrappedTorchNorm)
     _allow_context_parallel_attention(dot_product_attention.DotProductAttention)
+    _fork_checkpoint_writers(PersistentAsyncCaller)
+
+
+def _fork_checkpoint_writers(caller: type) -> None:
+    """Megatron's persistent writer of asynchronous saves is forked: a fresh process would have no stand-in, and fail
+    while the training waits for it."""
+    get_process = caller._get_process.__func__
+
+    def forked(cls: type, rank: int, mp_mode: str = "fork", *args: Any, **kwargs: Any) -> Any:
+        return get_process(cls, rank, "fork", *args, **kwargs)
+
+    caller._get_process = classmethod(forked)
 
 
 def _compile_dataset_helpers() -> None:

@@ -238,7 +238,7 @@ def async_save(folder: str, persistent: bool) -> dict[str, Any]:
     """What an asynchronous save wrote that was let go only after two more steps; states as they are with a GPU."""
     from checkpoint_faults import written_while_stepping
 
-    return written_while_stepping(folder, persistent, shared=True)
+    return written_while_stepping(folder, "dp_reshardable", persistent, shared=True)
 
 
 # ---- Crashes, hangs, refusals ---------------------------------------------------------------------------------------

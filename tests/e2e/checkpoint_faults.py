@@ -82,7 +82,7 @@ def written_while_stepping(
     filesystem_async.get_write_results_queue("fork")
     rank = int(os.environ["RANK"])
     if persistent:
-        AsyncCallsQueue.warmup_persistent_caller(rank, mp_mode="fork")
+        AsyncCallsQueue.warmup_persistent_caller(rank)
     run = FlatRun("bfloat16")
     for step in range(STEPS_BEFORE):
         run.step(random_grads(step))
@@ -125,13 +125,9 @@ def differences(run: FlatRun, expected: list[dict[str, torch.Tensor] | None]) ->
 
 
 def async_training() -> None:
-    """Before set-up: states as with a GPU, a writer that is forked (a fresh one would lack the CPU emulation), held."""
-    from megatron.training import initialize
-
+    """Before set-up: states as with a GPU, and a writer that is held."""
     share_slabs()
     hold_writers(Path(os.environ["GATE"]))
-    init = initialize.init_persistent_async_worker
-    initialize.init_persistent_async_worker = lambda rank, mode: init(rank, "fork")
 
 
 def open_gate_after_later_steps(point: str, model: Any, optimizer: Any, args: Any) -> Any:
