@@ -35,6 +35,7 @@ __all__ = [
     "locked",
     "node_memory",
     "physical_cores",
+    "preset_of_gpu",
     "store",
 ]
 
@@ -105,6 +106,12 @@ def locked(expected: str) -> Iterator[Machine | None]:
             fcntl.flock(lock, fcntl.LOCK_EX)
         fresh = path.exists() and path.stat().st_mtime >= began
         yield cached_machine() if fresh else None
+
+
+def preset_of_gpu(machine: Machine) -> str:
+    """The preset that the GPU's values of a calibrated machine are from; empty where they were measured."""
+    found = re.match(r"preset ([^:]+): ", machine.sources["gpu_update"])
+    return found[1] if found else ""
 
 
 def cache_file(of: str) -> Path:

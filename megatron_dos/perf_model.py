@@ -49,10 +49,12 @@ __all__ = [
     "closed_form_optimum",
     "fused",
     "memory_fit",
+    "memory_needed",
     "on_the_clock",
     "optimum",
     "placed",
     "program_for",
+    "room_to_stream",
 ]
 
 STATE_BYTES = 12
@@ -163,6 +165,7 @@ class Choice:
         helps: what a step would take with more of something: name -> seconds, the best first.
         memory: what it takes.
         reason: one line for the log.
+        most_resident: the resident share that there is room for beside activations, in a quarter of the GPU's memory.
     """
 
     host_share: Fraction
@@ -175,6 +178,7 @@ class Choice:
     helps: Mapping[str, float]
     memory: Memory
     reason: str
+    most_resident: Fraction
 
 
 def memory_fit(
@@ -200,7 +204,7 @@ def memory_fit(
     Raises:
         MemoryFitError: it does not fit; the message says what is needed and what is there.
     """
-    memory = _memory(work, Fraction(resident_share), streamed, Fraction(host_share))
+    memory = memory_needed(work, Fraction(resident_share), streamed, Fraction(host_share))
     for where, needed, free, parts, way_out in (
         (
             "GPU",
@@ -224,7 +228,8 @@ def memory_fit(
     return memory
 
 
-def _memory(work: Workload, resident: Fraction, streamed: bool, host_share: Fraction) -> Memory:
+def memory_needed(work: Workload, resident: Fraction, streamed: bool, host_share: Fraction) -> Memory:
+    """What `memory_fit` compares with what is free; its arguments are told there."""
     largest = max(work.subgroups)
     on_gpu = work.device_slots * STATE_BYTES * largest if streamed and resident < 1 else 0
     if work.casts and host_share and not work.early_grads:
@@ -237,6 +242,12 @@ def _memory(work: Workload, resident: Fraction, streamed: bool, host_share: Frac
         host_states=work.ranks * STATE_BYTES * (work.parameters - kept),
         host_slots=work.ranks * (work.host_slots * 8 * largest + early),
     )
+
+
+def room_to_stream(work: Workload, resident_share: Fraction | float, free_gpu_memory: float) -> bool:
+    """Whether `free_gpu_memory` bytes of a GPU hold the slots of streamed subgroups beside the resident states."""
+    resident = _whole_subgroups(work, resident_share)
+    return memory_needed(work, resident, streamed=True, host_share=Fraction(0)).gpu <= free_gpu_memory
 
 
 def _gb(size: float) -> str:
@@ -559,13 +570,14 @@ def choose(
     else:
         kept = 0 if free_gpu_memory is None else _room_for(work, room)
     resident = Fraction(kept, count)
-    given = None
+    given, missing = None, 0.0
     if stride:
         given = every_kth_on_device(count - kept, stride).count(Placement.HOST) if kept < count else 0
     elif gpu_share is not None:
         given = round((count - kept) * (1 - _share("gpu_share", gpu_share)))
-    elif _memory(work, resident, streamed=True, host_share=Fraction(0)).gpu > room:
-        given = count - kept  # no room for the slots of streamed subgroups
+    elif not room_to_stream(work, resident, room):
+        given = count - kept
+        missing = memory_needed(work, resident, streamed=True, host_share=Fraction(0)).gpu - room
 
     def best(
         machine: Machine, work: Workload, resident: Fraction, of_all: Callable[..., Estimate] = optimum
@@ -604,7 +616,8 @@ def choose(
         limiting,
         helps,
         memory,
-        _reason(work, found, limiting, helps),
+        _reason(work, found, limiting, helps, missing),
+        most_resident,
     )
 
 
@@ -613,7 +626,7 @@ def _room_for(work: Workload, free: float) -> int:
     count, largest = len(work.subgroups), max(work.subgroups)
     if STATE_BYTES * work.parameters <= free:
         return count
-    left = free - _memory(work, Fraction(0), streamed=True, host_share=Fraction(1)).gpu_slots
+    left = free - memory_needed(work, Fraction(0), streamed=True, host_share=Fraction(1)).gpu_slots
     return max(min(int(left // (STATE_BYTES * largest)), count), 0)
 
 
@@ -637,7 +650,9 @@ _LANE_NAMES = {
 }
 
 
-def _reason(work: Workload, found: Estimate, limiting: str, helps: Mapping[str, float]) -> str:
+def _reason(
+    work: Workload, found: Estimate, limiting: str, helps: Mapping[str, float], missing_to_stream: float
+) -> str:
     threads = f"{found.threads} CPU thread{'s' if found.threads > 1 else ''}"
     parts = {
         "streamed through the GPU": found.streamed_share,
@@ -652,6 +667,8 @@ def _reason(work: Workload, found: Estimate, limiting: str, helps: Mapping[str, 
     helper, seconds = next(iter(helps.items()))
     if seconds < 0.98 * found.seconds:
         text += f"; {helper} would give {_duration(seconds)}"
+    if missing_to_stream:
+        text += f"; nothing can be streamed: {_gb(missing_to_stream)} of GPU memory are missing for its slots"
     return text
 
 

@@ -8,11 +8,13 @@ timeline of one step by that system's rules. What its CPU passes move, in bytes 
     HybridDeviceOptimizer                            28: Adam alone; FP32 grads come, FP32 params go
     SuperOffload                                     28: the same
 
+`memory_of` tells the memory that their states, grads and slots take; it knows them by their names in RIVALS.
 `iteration` puts forward and backward passes before the step.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -21,7 +23,17 @@ from typing import Any
 
 from megatron_dos.device.clock import Timeline
 from megatron_dos.machine import Machine
-from megatron_dos.perf_model import HostPath, Workload, clock_optimum, on_the_clock, placed, program_for
+from megatron_dos.perf_model import (
+    HostPath,
+    Memory,
+    Workload,
+    clock_optimum,
+    memory_needed,
+    on_the_clock,
+    placed,
+    program_for,
+    room_to_stream,
+)
 from megatron_dos.schedule import (
     Placement,
     Program,
@@ -38,6 +50,7 @@ __all__ = [
     "full_offload",
     "hybrid_device_optimizer",
     "iteration",
+    "memory_of",
     "ours",
     "published",
     "superoffload",
@@ -121,8 +134,12 @@ def hybrid_device_optimizer(machine: Machine, work: Workload, resident: Fraction
     return on_the_clock(machine, work, _program(work, resident, _on_host, host_slots=len(work.subgroups)), path)
 
 
-def ours(machine: Machine, work: Workload, resident: Fraction | float = 0) -> Timeline:
-    """This package at the best share of the virtual clock."""
+def ours(
+    machine: Machine, work: Workload, resident: Fraction | float = 0, free_gpu_memory: float = math.inf
+) -> Timeline:
+    """This package at the best share of the virtual clock; nothing is streamed where its slots find no GPU memory."""
+    if not room_to_stream(work, resident, free_gpu_memory):
+        return on_the_clock(machine, work, program_for(work, 1 - Fraction(resident), resident))
     best = clock_optimum(machine, work, resident)
     return on_the_clock(machine, replace(work, threads=best.threads), program_for(work, best.host_share, resident))
 
@@ -138,6 +155,23 @@ RIVALS: Mapping[str, Callable[[Machine, Workload, Fraction], Timeline]] = {
     "HybridDeviceOptimizer": hybrid_device_optimizer,
 }
 """Name -> the step of that system. With a resident part, full offload is TwinFlow's static split."""
+
+
+def memory_of(name: str, work: Workload, step: Timeline) -> Memory:
+    """The memory that the step of a system takes, on its GPU and on the node: a name of RIVALS, or ours.
+
+    Streamed subgroups take slots on the GPU, casts there too. Full offload, the published interleaving and
+    HybridDeviceOptimizer keep FP32 grads of all their CPU subgroups on the host, where the others have slots.
+    """
+    if name.startswith(("full offload", "published", "HybridDeviceOptimizer")):
+        work = replace(work, early_grads=True, grad_bytes=4, casts=False)
+    elif name.startswith("SuperOffload"):
+        work = replace(work, grad_bytes=4, casts=True)
+    places = step.program.placements
+    shares = {place: Fraction(places.count(place), len(places)) for place in Placement}
+    return memory_needed(
+        work, shares[Placement.RESIDENT], Placement.STREAMED in places, host_share=shares[Placement.HOST]
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -245,6 +245,25 @@ class TestCommand:
         assert found["machine"] == measured.name
         assert "no --machine: this machine, as it was measured" in found["notes"]
 
+    @pytest.mark.parametrize("command", [["simulate", "--parameters", "1e9"], ["plan", "--model", "7b", "--gpus", "8"]])
+    def test_machine_of_which_the_host_alone_was_measured_is_taken_only_where_it_is_named(
+        self, command, measurements, measured, monkeypatch, capsys
+    ):
+        sources = {name: f"preset rtx4090: {source}" for name, source in measured.sources.items() if name in GPU_VALUES}
+        half = dataclasses.replace(measured, cores=2, sources={**measured.sources, **sources})
+        monkeypatch.setattr(calibrate, "measure", lambda *_: half)
+        assert cli.main(["calibrate"]) == 0
+        about = "host measured, GPU values of preset rtx4090"
+        assert about in capsys.readouterr().out
+        assert cli.main([*command, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        name = found["machine"] if command[0] == "simulate" else found["machine"]["name"]
+        assert name == "h100-pcie5"
+        kept = str(cache_file(fingerprint()))
+        assert any("of this one the host alone was measured" in note and kept in note for note in found["notes"])
+        assert cli.main([*command, "--machine", kept]) == 0
+        assert f"here ({about})" in capsys.readouterr().out
+
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [

@@ -157,7 +157,7 @@ torchrun --nproc_per_node 8 pretrain_gpt.py ${GPT_MODEL_ARGS[@]} $DATA_ARGS --bf
         assert (shape.num_layers, shape.hidden_size, shape.num_attention_heads) == (24, 2048, 16)
         assert (shape.padded_vocab_size, shape.gated, shape.ffn_hidden_size) == (32000, True, 5440)
         assert (job.training.sequence, job.training.micro_batch) == (4096, 2)
-        (note,) = [note for note in job.notes if "passed over" in note]
+        (note,) = [note for note in job.notes if note.startswith("not used by this estimate: ")]
         assert "--nproc_per_node" in note
         assert "--lr" in note
         assert "--num-layers" not in note

@@ -9,6 +9,7 @@ from fractions import Fraction
 import pytest
 
 from megatron_dos import cli, perf_model, rivals
+from megatron_dos.commands import scenario
 from megatron_dos.machine import preset
 
 ARGUMENTS = ["plan", "--model", "20b", "--gpus", "4", "--tensor-parallel", "2", "--machine", "h100-pcie5"]
@@ -77,6 +78,7 @@ def test_choice_and_times_are_those_of_the_performance_model(plan):
     work = perf_model.Workload(parameters=rank["owned_parameters"], ranks=4, subgroup=100_000_000)
     free = machine.gpu_memory - found["gpu_memory_bytes"]["params"] - found["gpu_memory_bytes"]["grads"]
     kept = found["gpu_memory_bytes"]["activations"]
+    kept += machine.gpu_memory / 10  # which advice leaves free
     choice = perf_model.choose(machine, work, free_gpu_memory=free, activations=kept, resident_share=0)
     assert found["choice"]["reason"] == choice.reason
     assert found["choice"]["limited_by"] == choice.limiting
@@ -217,13 +219,26 @@ def test_states_that_exceed_the_nodes_memory_are_refused_with_numbers(capsys, tm
     ("arguments", "message"),
     [
         (["--model", "14b"], "neither a file nor a known model"),
-        (["--model", "13b", "--machine", "abacus"], "--machine: abacus: neither a readable file"),
+        (["--model", "13b", "--machine", "abacus"], "--machine abacus: no preset or file of that name; presets: a100"),
         (["--model", "13b", "--gpus", "3", "--tensor-parallel", "2"], "--gpus 3 cannot be divided"),
         (
             ["--model", "20b", "--machine", "rtx4090"],
             "params and grads of a rank need 85.6 GiB, and a GPU of rtx4090 has",
         ),
         (["--model", "13b", "--gpus", "1", "--tensor-parallel", "1", "--machine", "rtx4090"], "divide the model"),
+        (
+            ["--model", "20b", "--gpus", "2", "--tensor-parallel", "2", "--machine", "a100-pcie4"],
+            "more --tensor-parallel or --pipeline-parallel, or give --grad-reduce-in-bf16",
+        ),
+        (
+            [
+                *("--model", "20b", "--gpus", "2", "--tensor-parallel", "2", "--machine", "a100-pcie4"),
+                *("--grad-reduce-in-bf16", "--accumulate-allreduce-grads-in-fp32"),
+            ],
+            "--pipeline-parallel, or give no --accumulate-allreduce-grads-in-fp32",
+        ),
+        (["--model", "13b", "--dos-gpu-share", "2"], "--model 13b: --dos-gpu-share 2.0 is out of range"),
+        (["--model", "13b", "--dos-cpu-threads", "1000"], "--dos-cpu-threads 1000: h100-pcie5 has 96 cores"),
         (["--model", "13b", "--threads", "-1"], "--threads -1: h100-pcie5 has 96 cores"),
         (["--model", "13b", "--threads", "1000"], "--threads 1000: h100-pcie5 has 96 cores"),
         (["--model", "13b", "--threads", "1000"], "give at most twice as many, or 0"),
@@ -267,3 +282,222 @@ def test_advice_keeps_to_the_memory_that_is_free(plan):
     stock = 11_315_860_480 / 8 / preset("h100-pcie5").gpu_update
     assert helps["what is free of the GPU's memory for resident states"] > 4 * stock
     assert not any("a quarter" in name for name in helps)
+
+
+def test_narrower_grads_are_no_way_out_where_they_would_not_fit_either(capsys):
+    error = error_of(capsys, "plan", "--model", "20b", "--machine", "rtx4090")
+    assert error.endswith("--tensor-parallel or --pipeline-parallel\n")
+
+
+class TestAssumptions:
+    def test_page_says_how_the_model_is_trained(self, capsys):
+        assert cli.main([*ARGUMENTS, "--global-batch-size", "16", "--micro-batch-size", "2"]) == 0
+        page = capsys.readouterr().out
+        assert "global batch 16 x sequence 2048, micro-batches 4 of 2, recompute full, grads of 32 bits" in page
+        assert "no --global-batch-size" not in page
+
+    def test_batch_that_was_not_given_is_told_with_what_a_larger_one_does(self, plan):
+        flags = ("plan", "--model", "13b", "--gpus", "4", "--machine", "h100-pcie5")
+        (note,) = [note for note in plan(*flags)["notes"] if "no --global-batch-size" in note]
+        assert "4 is taken, one micro-batch a rank" in note
+        assert "shrinks as gradient accumulation grows" in note
+        ratios = []
+        for found in (plan(*flags), plan(*flags, "--global-batch-size", "64")):
+            times = {system["name"]: system["iteration_s"] for system in found["systems"]}
+            ratios.append(times["HybridDeviceOptimizer"] / times["ours"])
+        assert 1 < ratios[1] < 1.05 < 1.2 < ratios[0]
+
+
+LLAMA = """
+torchrun pretrain_gpt.py --num-layers 40 --hidden-size 5120 --ffn-hidden-size 13824 --num-attention-heads 40 \\
+    --seq-length 1024 --max-position-embeddings 4096 --swiglu --disable-bias-linear --normalization RMSNorm \\
+    --untie-embeddings-and-output-weights --position-embedding-type rope --vocab-size 32000 --bf16 \\
+    --tensor-model-parallel-size 2 --global-batch-size 8 --recompute-granularity full --lr 1e-4
+"""
+
+
+class TestLaunch:
+    """What the flags of a script do to its plan."""
+
+    @pytest.fixture
+    def of_script(self, plan, tmp_path):
+        def run(flags: str = "", *more: str, gpus: str = "2", machine: str = "h200") -> dict:
+            path = tmp_path / "train.sh"
+            path.write_text(f"{LLAMA.strip()} {flags}\n")
+            _known.clear()  # the file has changed
+            return plan("plan", "--model", str(path), "--gpus", gpus, "--machine", machine, *more)
+
+        return run
+
+    USES = "--use-distributed-optimizer --use-deep-optimizer-states"
+
+    @pytest.mark.parametrize(
+        ("flag", "short"),
+        [
+            ("--dos-resident-share 0.3", "--resident-share 0.3"),
+            ("--dos-subgroup-size 100000000", "--subgroup-size 100000000"),
+            ("--dos-cpu-threads 3", "--threads 3"),
+            ("--dos-grad-transfer model --grad-reduce-in-bf16", "--grad-transfer model --grad-reduce-in-bf16"),
+        ],
+    )
+    def test_settings_of_the_script_are_those_of_the_command_line(self, flag, short, of_script):
+        given, plain = of_script(f"{self.USES} {flag}"), of_script(self.USES)
+        named = of_script(self.USES, *short.split())
+        for part in ("rank", "gpu_memory_bytes", "host_memory_bytes", "choice", "systems"):
+            assert given[part] == named[part]
+        assert any(given[part] != plain[part] for part in ("rank", "gpu_memory_bytes", "choice", "systems"))
+        assert given["launch"] == []
+        dos = next(iter(flag.partition(" --grad-reduce")))
+        assert named["launch"] == [dos]
+
+    def test_command_line_counts_more_than_the_script(self, of_script):
+        found = of_script(f"{self.USES} --dos-resident-share 0.3", "--resident-share", "0.1")
+        assert found["choice"]["resident_share"] == pytest.approx(0.1, abs=0.01)
+        assert found["launch"] == ["--dos-resident-share 0.1"]
+
+    @pytest.mark.parametrize(
+        ("flag", "host"), [("--dos-gpu-share 0.25", 0.75), ("--dos-update-stride 2", 0.5), ("--dos-gpu-share 0", 1)]
+    )
+    def test_share_and_stride_are_obeyed_by_choice_and_table(self, flag, host, of_script):
+        found = of_script(f"{self.USES} {flag}")
+        choice, ours = found["choice"], found["systems"][0]
+        assert choice["host_share"] == pytest.approx(host, abs=0.01)
+        assert ours["update_s"] == pytest.approx(choice["step_seconds"], rel=0.03)
+        assert ours["update_s"] > of_script(self.USES)["systems"][0]["update_s"]
+
+    def test_what_training_would_refuse_is_named_with_the_way_out(self, of_script):
+        notes = of_script(
+            f"{self.USES} --use-megatron-fsdp --optimizer sgd --no-pin-cpu-grads --main-params-dtype bf16"
+        )
+        refused = [note for note in notes["notes"] if note.startswith("training would refuse this: ")]
+        for flag, way_out, note in zip(
+            ("--use-megatron-fsdp", "--optimizer sgd", "--no-pin-cpu-grads", "--main-params-dtype bf16"),
+            ("Drop --use-megatron-fsdp", "Use --optimizer adam", "Drop --no-pin-cpu-grads", "Drop --main-params-dtype"),
+            refused,
+            strict=True,
+        ):
+            assert f"does not work with {flag}" in note
+            assert way_out in note
+        taken = of_script(f"{self.USES} --optimizer adam --optimizer-offload-fraction 1.0 --dos-cpu-threads 90")
+        assert not [note for note in taken["notes"] if "refuse" in note]
+
+    def test_flags_that_the_script_lacks_are_named(self, of_script):
+        found = of_script()
+        assert any("train.sh has no --use-deep-optimizer-states" in note for note in found["notes"])
+        assert any("needs --use-distributed-optimizer" in note for note in found["notes"])
+        assert found["launch"][:2] == self.USES.split()
+        assert of_script("--use-distributed-optimizer")["launch"][0] == "--use-deep-optimizer-states"
+        assert not [note for note in of_script(self.USES)["notes"] if "--use-d" in note]
+
+    def test_flags_that_are_not_used_are_listed(self, of_script):
+        notes = of_script(f"{self.USES} --dos-gpu-kernel torch --dos-trace-dir there --save here")["notes"]
+        assert "not used by this estimate: --lr, --save, --dos-gpu-kernel, --dos-trace-dir" in notes
+
+    def test_reduction_of_grads_in_the_backward_pass_counts_where_all_of_them_have_a_slot(self, of_script):
+        overlap = f"{self.USES} --overlap-grad-reduce --dos-gpu-share 0"
+        few, all_, early = (
+            of_script(overlap),
+            of_script(f"{overlap} --dos-early-grad-slots 194"),
+            of_script(overlap, "--early-grads"),
+        )
+        assert any("grads of 4 of 194 subgroups may be sent" in note for note in few["notes"])
+        assert not any("of 194 subgroups" in note for note in all_["notes"])
+        assert all_["systems"] == early["systems"] != few["systems"]
+        assert early["launch"] == ["--dos-early-grad-slots 194"]
+        assert any("unless CUDA_DEVICE_MAX_CONNECTIONS" in note for note in all_["notes"])
+        off = of_script(f"{overlap} --dos-overlap-grad-d2h off", "--early-grads")
+        assert off["launch"] == ["--dos-overlap-grad-d2h on", "--dos-early-grad-slots 194"]
+        for cannot in ("--dos-overlap-grad-d2h off", "--calculate-per-token-loss"):
+            found = of_script(f"{overlap} {cannot}")
+            assert found["systems"] == few["systems"]
+            assert not any("may be sent in the backward pass" in note for note in found["notes"])
+
+    def test_automatic_slots_are_those_of_training(self):
+        from megatron_dos.optimizer import EARLY_SLOTS
+
+        assert scenario.AUTOMATIC_EARLY_SLOTS == EARLY_SLOTS
+
+
+class TestMemoryOfEachWay:
+    FLAGS = ("plan", "--model", "13b", "--gpus", "4", "--tensor-parallel", "2", "--subgroup-size", "100000000")
+
+    @pytest.fixture
+    def on(self, plan, tmp_path):
+        def run(**values: float) -> dict:
+            path = tmp_path / "node.json"
+            path.write_text(dataclasses.replace(preset("a100-pcie4"), **values).as_json())
+            _known.clear()
+            return plan(*self.FLAGS, "--machine", str(path))
+
+        return run
+
+    def test_nothing_is_streamed_where_there_is_no_room_and_the_page_says_so(self, on):
+        kept = 2 * 5.658e9 + 4 * 5.658e9
+        found = on(gpu_memory=kept + 3.0e9)  # 3.6e9 are the slots
+        choice, systems = found["choice"], {system["name"]: system for system in found["systems"]}
+        assert (choice["streamed_share"], choice["host_share"]) == (0, 1)
+        assert systems["ours"]["update_s"] == pytest.approx(choice["step_seconds"], rel=0.02)
+        assert "nothing can be streamed: 0.6 GB of GPU memory are missing for its slots" in choice["reason"]
+        for name, system in systems.items():
+            streams = name.startswith(("published", "GPU streaming", "states on the GPU"))
+            assert system["fits"] is not streams, name
+        roomy = on(gpu_memory=kept + 4.0e9)
+        assert roomy["choice"]["streamed_share"] > 0
+        assert roomy["systems"][0]["update_s"] < systems["ours"]["update_s"]
+        assert "nothing can be streamed" not in roomy["choice"]["reason"]
+        assert {system["name"] for system in roomy["systems"] if not system["fits"]} == {
+            "states on the GPU: stock Megatron"
+        }
+
+    def test_grads_of_other_systems_take_host_memory(self, on):
+        found = on(host_memory=4 * 12 * 2.83e9 + 10e9)
+        fits = {system["name"]: system["fits"] for system in found["systems"]}
+        assert (fits["ours"], fits["GPU streaming"]) == (True, True)
+        assert (fits["full offload"], fits["HybridDeviceOptimizer"]) == (False, False)
+        host = {system["name"]: system["host_bytes"] for system in found["systems"]}
+        owned = found["rank"]["owned_parameters"]
+        assert host["full offload"] - host["GPU streaming"] == 4 * 4 * owned
+        assert host["ours"] == found["host_memory_bytes"]["with"]
+
+
+class TestWhatToType:
+    def test_page_ends_with_the_flags_of_a_launch(self, capsys):
+        assert cli.main(["plan", "--model", "13b", "--gpus", "4", "--machine", "h100-pcie5"]) == 0
+        end = capsys.readouterr().out.rstrip().split("\n\n")[-1]
+        assert end == "add to your launch: --use-distributed-optimizer --use-deep-optimizer-states"
+
+    def test_states_are_kept_on_the_gpu_where_there_is_room_beside_activations(self, plan, capsys):
+        found = plan(*ARGUMENTS)
+        share = found["advised_resident_share"]
+        assert found["launch"][-1] == f"--dos-resident-share {share:g}"
+        with_it = plan(*ARGUMENTS, "--resident-share", str(share))
+        gpu = with_it["gpu_memory_bytes"]
+        assert gpu["with"] <= 0.95 * gpu["there"]
+        assert with_it["choice"]["step_seconds"] < 0.95 * found["choice"]["step_seconds"]
+        assert with_it["advised_resident_share"] == 0  # it was given
+        assert with_it["launch"] == found["launch"]
+
+    def test_what_was_planned_with_is_named(self, plan):
+        flags = ("--threads", "8", "--subgroup-size", "100000000", "--resident-share", "0.1", "--early-grads")
+        launch = plan(
+            "plan",
+            "--model",
+            "20b",
+            "--gpus",
+            "4",
+            "--tensor-parallel",
+            "2",
+            "--machine",
+            "a100-pcie4",
+            *("--grad-reduce-in-bf16", "--grad-transfer", "model", *flags),
+        )["launch"]
+        assert launch[:3] == ["--use-distributed-optimizer", "--overlap-grad-reduce", "--use-deep-optimizer-states"]
+        assert {"--dos-cpu-threads 8", "--dos-subgroup-size 100000000", "--dos-grad-transfer model"} < set(launch)
+        assert "--dos-resident-share 0.1" in launch
+
+    def test_job_that_needs_no_offloading_is_not_urged(self, capsys):
+        assert cli.main(["plan", "--model", "13b", "--gpus", "8", "--machine", "h200"]) == 0
+        end = capsys.readouterr().out.rstrip().split("\n\n")[-1]
+        assert end == (
+            "for deep optimizer states all the same, add: --use-distributed-optimizer --use-deep-optimizer-states"
+        )

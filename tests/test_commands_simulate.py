@@ -72,6 +72,37 @@ def test_share_and_stride_are_obeyed(arguments, name, host, resident, programs):
     assert found[name]["share"].get("resident", 0) == pytest.approx(resident, abs=0.02)
 
 
+def test_early_grads_wait_for_the_last_micro_batch(capsys):
+    arguments = ["simulate", "--model", "7b", "--gpus", "4", "--machine", "a100-pcie4", "--early-grads", "--json"]
+    arguments += ["--programs", "superoffload-no-speculation"]
+    exposed = []
+    for batch in ("4", "64"):  # 1 and 16 micro-batches
+        assert cli.main([*arguments, "--global-batch-size", batch]) == 0
+        (row,) = json.loads(capsys.readouterr().out)["programs"]
+        exposed.append(row["backward_s"] - 3 * row["forward_s"])
+    assert exposed[1] == pytest.approx(exposed[0])
+
+
+@pytest.mark.parametrize(
+    ("flags", "more", "name"),
+    [
+        ("--dos-gpu-share 0.25", [], "ours, GPU share 0.25"),
+        ("--dos-update-stride 3", [], "ours, k=3"),
+        ("--dos-update-stride 3", ["--share", "0.5"], "ours, GPU share 0.5"),
+    ],
+)
+def test_share_and_stride_of_a_launch_are_obeyed(flags, more, name, tmp_path, capsys):
+    path = tmp_path / "train.sh"
+    path.write_text(
+        "python pretrain_gpt.py --num-layers 8 --hidden-size 1024 --num-attention-heads 16 --vocab-size 50000 "
+        f"--max-position-embeddings 2048 --bf16 --use-distributed-optimizer --use-deep-optimizer-states {flags}"
+    )
+    arguments = ["simulate", "--model", str(path), "--machine", "h200", "--programs", "ours", "--json"]
+    assert cli.main([*arguments, *more]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["programs"]
+    assert row["program"] == name
+
+
 def test_lanes_are_busy_for_what_they_do(programs):
     busy = programs("--programs", "gpu-streaming", "full-offload")
     assert busy["GPU streaming"]["busy_in_update"]["h2d"] > 0.9
@@ -122,16 +153,25 @@ class TestFiles:
         assert cli.main([*SMALL, "--programs", "ours", "--out", str(tmp_path), "--overwrite"]) == 0
         assert (tmp_path / "iteration.png").read_bytes().startswith(b"\x89PNG")
 
-    def test_neither_file_is_written_where_one_cannot_be(self, tmp_path, monkeypatch, capsys):
+    def test_trace_is_written_without_matplotlib(self, tmp_path, monkeypatch, capsys):
         monkeypatch.setitem(sys.modules, "matplotlib", None)
-        assert cli.main([*SMALL, "--programs", "ours", "--out", str(tmp_path / "out")]) == 2
-        assert "pip install matplotlib" in capsys.readouterr().err
-        assert not list((tmp_path / "out").iterdir())
+        arguments = [*SMALL, "--programs", "ours", "--out", str(tmp_path / "out")]
+        assert cli.main(arguments) == 0
+        out, err = capsys.readouterr()
+        assert err == "megatron-dos: no iteration.png: the picture needs pip install matplotlib\n"
+        assert "G params/s" in out
+        assert str(tmp_path / "out" / "iteration.trace.json") in out
+        assert "iteration.png" not in out
+        check_schema(json.loads((tmp_path / "out" / "iteration.trace.json").read_text()))
+        assert [path.name for path in (tmp_path / "out").iterdir()] == ["iteration.trace.json"]
+        (tmp_path / "out" / "iteration.png").write_text("of before")
+        assert cli.main([*arguments, "--overwrite"]) == 0
+        assert "the one that is there is of an earlier run" in capsys.readouterr().err
 
+    def test_neither_file_is_written_where_one_cannot_be(self, tmp_path, monkeypatch, capsys):
         def fail(*_, **__):
             raise OSError("disk full")
 
-        monkeypatch.undo()
         monkeypatch.setattr(trace, "write_chrome_trace", fail)
         assert cli.main([*SMALL, "--programs", "ours", "--out", str(tmp_path / "out")]) == 2
         assert "disk full" in capsys.readouterr().err

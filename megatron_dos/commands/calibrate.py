@@ -37,7 +37,8 @@ The result is kept below $XDG_CACHE_HOME (else ~/.cache), one file a node, and u
 memory, GPU, driver and version of megatron-dos stay the same; so is it found by a second calibrate, which then measures
 nothing. Each rank of a job may call this: one measures, the others wait for it. Let nothing else run meanwhile.
 
-What cannot be measured, as without a GPU, is taken from a preset, and the table says so for each value."""
+What cannot be measured, as without a GPU, is taken from a preset, and the table says so for each value; plan and
+simulate take such a machine only where --machine names its file."""
 
 _PRESET = "h100-pcie5"
 _BYTES_PER_RANK = 48  # a parameter: update, its single-thread part, copies and room to spare
@@ -338,5 +339,8 @@ def _page(machine: Machine) -> str:
         first, *others = textwrap.wrap(source, _SOURCE_WIDTH)
         rows.append([name, f"{getattr(machine, name) / size:,.4g}", unit, first])
         rows += [["", "", "", line] for line in others]
-    head = f"{machine.name}: {machine.fingerprint}\nkept in {calibration.cache_file(machine.fingerprint)}\n"
+    kept = calibration.cache_file(machine.fingerprint)
+    head = f"{machine.name}: {machine.fingerprint}\nkept in {kept}\n"
+    if preset_name := calibration.preset_of_gpu(machine):
+        head += f"host measured, GPU values of preset {preset_name}: plan and simulate take it by --machine FILE only\n"
     return f"{head}\n{table(['value', 'figure', 'unit', 'from'], rows, left=(0, 2, 3))}"

@@ -15,10 +15,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron_dos.arguments import (
+    EARLY_GRADS_REFUSALS,
+    REFUSALS,
+    DosOptions,
+    UnsupportedOptionError,
+    add_arguments,
+    can_send_grads_early,
+    own_options,
+    validate_args,
+)
 from megatron_dos.commands import CommandError
 from megatron_dos.commands.models import KNOWN_MODELS, Layout, Shape, moe_pattern
 
-__all__ = ["Job", "Training", "add_layout_flags", "flags_of_file", "layout_overrides", "read_job"]
+__all__ = ["Job", "Training", "add_layout_flags", "flags_of_file", "launch_flags", "layout_overrides", "read_job"]
 
 _LARGEST = {"--num-layers": 10_000, "--hidden-size": 1_000_000, "--gpus": 1_000_000}
 _DEFAULT_LARGEST = 100_000_000
@@ -32,6 +42,8 @@ _SIZES = (
 )
 """Flags with a number for which Megatron has no default, or one that depends on others."""
 _VOCABULARIES = {"GPT2BPETokenizer": 50257}
+_NOT_USED = ("dos_gpu_kernel", "dos_trace_dir", "dos_trace_steps")
+"""Options of deep optimizer states that an estimate makes nothing of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +51,8 @@ class Training:
     """How the model is trained, as far as it shows in memory and time.
 
     `param_bytes` and `grad_bytes` are bytes of a model param and of a main grad; `recompute` is "none", "selective" or
-    "full".
+    "full"; `narrower_grads` is what halves the grads, empty where they have 16 bits already; `overlaps` says whether
+    grads are reduced in buckets during the backward pass, `early_grads` whether they can be sent to the host then.
     """
 
     sequence: int
@@ -49,11 +62,22 @@ class Training:
     grad_bytes: int
     recompute: str
     sequence_parallel: bool
+    narrower_grads: str
+    overlaps: bool
+    early_grads: bool
 
 
 @dataclass(frozen=True)
 class Job:
-    """A model, its division among GPUs and its training; `notes` are sentences for the user."""
+    """A model, its division among GPUs and its training.
+
+    Attributes:
+        name: of the model.
+        source: where its shape is from.
+        notes: sentences for the user.
+        settings: the options of deep optimizer states that were given.
+        launch: the flags of `launch_flags` that the file has, with their values; empty for a known model.
+    """
 
     name: str
     source: str
@@ -61,6 +85,8 @@ class Job:
     layout: Layout
     training: Training
     notes: tuple[str, ...]
+    settings: DosOptions
+    launch: tuple[str, ...]
 
 
 def read_job(model: str, overrides: Sequence[str]) -> Job:
@@ -84,6 +110,8 @@ def read_job(model: str, overrides: Sequence[str]) -> Job:
         raise CommandError(f"--model {model} is neither a file nor a known model. Known are: {names}")
     parser = _parser(f"--model {model}")
     args, unknown = parser.parse_known_args(given)
+    in_file = _settings(args, f"--model {model}")
+    launch = launch_flags(in_file, args.use_distributed_optimizer, args.overlap_grad_reduce)
     args, not_known = parser.parse_known_args(overrides, args)
     if not_known:
         raise CommandError(
@@ -92,10 +120,64 @@ def read_job(model: str, overrides: Sequence[str]) -> Job:
     notes = []
     if repeated := _repeated(given):
         notes.append(f"given more than once, of which the last counts: {', '.join(repeated)}")
-    if ignored := list(dict.fromkeys(word.split("=")[0] for word in unknown if re.match(r"--[a-z]", word))):
-        notes.append(f"{len(ignored)} flags that do not matter here were passed over: {', '.join(ignored)}")
+    settings = _settings(args, f"--model {model}")
+    if known is None and not in_file.use_deep_optimizer_states:
+        notes.append(
+            f"{name} has no --use-deep-optimizer-states: training would keep all states on the GPU, and refuse --dos-* "
+            "flags. Add it"
+        )
+    notes += [f"training would refuse this: {complaint}" for complaint in _complaints(args, known is None)]
+    ignored = [word.split("=")[0] for word in unknown if re.match(r"--[a-z]", word)]
+    ignored += [_flag(f.name) for f in own_options() if f.name in _NOT_USED and getattr(settings, f.name) != f.default]
+    if ignored:
+        notes.append(f"not used by this estimate: {', '.join(dict.fromkeys(ignored))}")
     _complete(args, notes, f"--model {model}")
-    return Job(name, source, _shape(args), _layout(args), _training(args, notes), tuple(notes))
+    return Job(name, source, _shape(args), _layout(args), _training(args, notes), tuple(notes), settings, launch)
+
+
+def _settings(args: argparse.Namespace, where: str) -> DosOptions:
+    try:
+        return DosOptions.from_args(args)
+    except UnsupportedOptionError as error:
+        raise CommandError(f"{where}: {error}") from error
+
+
+def _complaints(args: argparse.Namespace, is_launch: bool) -> list[str]:
+    """What training would say of these flags; that of a model that is no launch leaves out what a launch adds."""
+    checked = argparse.Namespace(**vars(args))
+    checked.use_deep_optimizer_states = True
+    checked.dos_cpu_threads = 0  # which training compares with its own node, not with this one
+    checked.use_distributed_optimizer |= not is_launch
+    try:
+        validate_args(checked)
+    except UnsupportedOptionError as error:
+        return str(error).splitlines()
+    return []
+
+
+def launch_flags(settings: DosOptions, distributed_optimizer: bool = True, overlaps: bool = False) -> tuple[str, ...]:
+    """What a launch needs for deep optimizer states with these settings: each flag, with its value.
+
+    Args:
+        settings: those that differ from their default are named.
+        distributed_optimizer: whether --use-distributed-optimizer is one of them.
+        overlaps: whether --overlap-grad-reduce is.
+    """
+    flags = ["--use-distributed-optimizer"] if distributed_optimizer else []
+    flags += ["--overlap-grad-reduce"] if overlaps else []
+    for option in own_options():
+        value = getattr(settings, option.name)
+        if value != option.default:
+            flags.append(_flag(option.name) if value is True else f"{_flag(option.name)} {_plain(value)}")
+    return tuple(flags)
+
+
+def _plain(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else shlex.quote(str(value))
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _repeated(words: Sequence[str]) -> list[str]:
@@ -140,6 +222,7 @@ def _parser(where: str) -> argparse.ArgumentParser:
         *("--no-position-embedding", "--use-rotary-position-embeddings", "--no-pad-vocab-size"),
         *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split", "--sequence-parallel"),
         *("--grad-reduce-in-bf16", "--accumulate-allreduce-grads-in-fp32", "--recompute-activations"),
+        *("--use-distributed-optimizer", "--overlap-grad-reduce", "--log-num-zeros-in-grad"),
     ):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--normalization", default="LayerNorm", choices=("LayerNorm", "RMSNorm"))
@@ -157,7 +240,32 @@ def _parser(where: str) -> argparse.ArgumentParser:
         *("--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json"),
     ):
         parser.add_argument(flag, action=_Refuse, nargs="+")
+    add_arguments(parser)
+    _add_refused_flags(parser)
     return parser
+
+
+def _add_refused_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that training may refuse, for `validate_args` to see: absent where they are not given."""
+    added = {"--use-distributed-optimizer", "--overlap-grad-reduce", "--num-distributed-optimizer-instances"}
+    for row in (*REFUSALS, *EARLY_GRADS_REFUSALS):
+        flag, *value = row.flag.split()
+        if flag in added or not flag.startswith("--"):
+            continue
+        added.add(flag)
+        kind: dict[str, Any] = {"action": "store_true"}
+        if value or flag.endswith("-num-weight-shards"):
+            kind = {"type": _number_or_name}
+        elif flag.startswith("--no-"):
+            kind = {"action": "store_false"}
+        parser.add_argument(flag, dest=row.fields[0], default=argparse.SUPPRESS, **kind)
+
+
+def _number_or_name(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 _LAYOUT = (
@@ -344,6 +452,11 @@ def _training(args: argparse.Namespace, notes: list[str]) -> Training:
         micro_batch = args.micro_batch_size or 1
         each = micro_batch * layout.data
         batch = args.global_batch_size or each
+        if args.global_batch_size is None:
+            notes.append(
+                f"no --global-batch-size: {batch} is taken, one micro-batch a rank. With more, the passes take longer "
+                "and the update does not: the gain of an iteration shrinks as gradient accumulation grows"
+            )
         if batch % each:
             raise CommandError(
                 f"--global-batch-size {batch} cannot be divided by micro-batch size {micro_batch} x {layout.data} "
@@ -360,7 +473,23 @@ def _training(args: argparse.Namespace, notes: list[str]) -> Training:
         grad_bytes=4 if in_fp32 else 2,
         recompute=recompute,
         sequence_parallel=args.sequence_parallel,
+        narrower_grads=_narrower_grads(args) if in_fp32 else "",
+        overlaps=args.overlap_grad_reduce,
+        early_grads=_can_send_early(args),
     )
+
+
+def _narrower_grads(args: argparse.Namespace) -> str:
+    add = "--grad-reduce-in-bf16" if args.bf16 and not args.grad_reduce_in_bf16 else ""
+    drop = "no --accumulate-allreduce-grads-in-fp32" if args.accumulate_allreduce_grads_in_fp32 else ""
+    return " and ".join(filter(None, (add, drop)))
+
+
+def _can_send_early(args: argparse.Namespace) -> bool:
+    """As training decides it, but for what its environment says."""
+    if args.dos_overlap_grad_d2h == "off" or (args.dos_overlap_grad_d2h == "auto" and args.log_num_zeros_in_grad):
+        return False
+    return can_send_grads_early(args)
 
 
 # --- Files

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from megatron_dos import calibration
 from megatron_dos.commands import CommandError
-from megatron_dos.commands.megatron_flags import add_layout_flags, layout_overrides, read_job
+from megatron_dos.commands.megatron_flags import add_layout_flags, launch_flags, layout_overrides, read_job
 from megatron_dos.commands.models import KNOWN_MODELS
 from megatron_dos.commands.scenario import Scenario, add_machine_flag, iteration_spans, scenario_of
 from megatron_dos.commands.text import gib, plural, short, table, wrapped
 
+if TYPE_CHECKING:
+    from megatron_dos.device.clock import Timeline
+    from megatron_dos.perf_model import Choice, Memory
+
 __all__ = ["add", "run"]
+
+_SPARE = 0.1
+"""Part of a GPU's memory that no advice fills: CUDA's own, communication buffers, fragments. An estimate."""
+_WORTH_IT = 0.95
+"""Advice makes the update shorter than this part of itself, or it is none."""
 
 _HELP = """\
 Say what training a model with deep optimizer states takes on a machine: parameters, memory of each rank with and
@@ -22,8 +33,9 @@ without, seconds of the update and of an iteration for each way to update, the s
 what would help. Nothing runs on a GPU: times are those of the virtual clock with the machine's rates, without the
 communication of parallel groups; activations are an estimate.
 
---model takes a name, or a file of Megatron's flags: a shell script, plain text or YAML (needs PyYAML); its flags that
-change neither parameters nor memory are passed over. Flags of Megatron given here count more than the file's.
+--model takes a name, or a file of Megatron's flags: a shell script, plain text or YAML (needs PyYAML). Its --dos-*
+flags count, those that training would refuse are told with the way out, and so are those that are not used here. Flags
+of Megatron and --dos-* flags given here count more than the file's.
 
 {models}"""
 
@@ -59,13 +71,15 @@ def run(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _System:
-    """A way to update, and what it takes: seconds, and whether its states fit."""
+    """A way to update, and what it takes: seconds, bytes at most on a GPU and on the node, and whether that fits."""
 
     name: str
     update_s: float
     iteration_s: float
     parameters_per_second: float
     resident_share: float
+    gpu_bytes: int
+    host_bytes: int
     fits: bool
 
 
@@ -79,34 +93,49 @@ def _plan(scenario: Scenario) -> dict[str, Any]:
         raise CommandError(
             f"{scenario.name}: params and grads of a rank need {gib(scenario.params + scenario.grads)}, and a GPU of "
             f"{machine.name} has {gib(machine.gpu_memory)}: divide the model, with more --tensor-parallel or "
-            "--pipeline-parallel"
+            f"--pipeline-parallel{_or_narrower_grads(scenario)}"
         )
     try:
-        choice = choose(machine, work, free_gpu_memory=free, activations=scenario.activations, resident_share=share)
+        choice = choose(
+            machine,
+            work,
+            free_gpu_memory=free,
+            activations=scenario.activations + _SPARE * machine.gpu_memory,
+            resident_share=share,
+            **scenario.asked,
+        )
     except MemoryFitError as error:
         way_out = str(error).replace("--dos-", "--")  # the flags of this command
         raise CommandError(f"{scenario.name} on {plural(scenario.job.layout.gpus, 'GPU')}: {way_out}") from error
     memory = choice.memory
     kept = scenario.params + scenario.grads
-    with_dos = kept + memory.gpu_resident + max(scenario.activations, memory.gpu_slots)
+
+    def on_gpu_at_most(memory: Memory) -> int:
+        return kept + memory.gpu_resident + max(scenario.activations, memory.gpu_slots)
+
+    with_dos = on_gpu_at_most(memory)
     without = kept + scenario.states + scenario.activations
     systems = []
-    step = rivals.ours(machine, work, share)
     for name, timeline in (
-        ("ours", step),
+        ("ours", _our_step(scenario, choice, free)),
         *((name, rival(machine, work, share)) for name, rival in rivals.RIVALS.items()),
     ):
         seconds = max(span.end_s for span in iteration_spans(scenario, name, timeline))
         rate = work.parameters / timeline.makespan
-        systems.append(_System(name, timeline.makespan, seconds, rate, float(share), with_dos <= machine.gpu_memory))
+        needed = rivals.memory_of(name, work, timeline)
+        gpu, host = on_gpu_at_most(needed), needed.host
+        fits = gpu <= machine.gpu_memory and host <= machine.host_memory
+        systems.append(_System(name, timeline.makespan, seconds, rate, float(share), gpu, host, fits))
     on_gpu = work.parameters / machine.gpu_update
     passes = scenario.passes.forward + scenario.passes.backward
     rate, fits = machine.gpu_update, without <= machine.gpu_memory
-    systems.append(_System("states on the GPU: stock Megatron", on_gpu, passes + on_gpu, rate, 1.0, fits))
+    advised = 0.0 if fits else _resident_advice(scenario, choice)
+    systems.append(_System("states on the GPU: stock Megatron", on_gpu, passes + on_gpu, rate, 1.0, without, 0, fits))
     notes = list(scenario.notes)
     if fits:
         notes.append("the states fit on the GPUs: without deep optimizer states Megatron is faster here")
-    layout = scenario.job.layout
+    layout, training = scenario.job.layout, scenario.job.training
+    batch = training.micro_batch * training.micro_batches * layout.data
     return {
         "model": {
             "name": scenario.name,
@@ -115,7 +144,12 @@ def _plan(scenario: Scenario) -> dict[str, Any]:
             **asdict(scenario.job.shape),
         },
         "layout": {**asdict(layout), "data": layout.data, "ranks_per_node": work.ranks},
-        "machine": {"name": machine.name, "fingerprint": machine.fingerprint},
+        "training": {"global_batch": batch, **asdict(training)},
+        "machine": {
+            "name": machine.name,
+            "fingerprint": machine.fingerprint,
+            "gpu_values_of_preset": calibration.preset_of_gpu(machine),
+        },
         "rank": {
             "parameters": scenario.stage.parameters,
             "owned_parameters": scenario.stage.owned,
@@ -152,14 +186,60 @@ def _plan(scenario: Scenario) -> dict[str, Any]:
             "step_seconds_with": dict(choice.helps),
             "reason": choice.reason,
         },
+        "advised_resident_share": advised,
+        "launch": _launch(scenario, choice, advised),
         "passes_seconds": asdict(scenario.passes),
         "systems": [asdict(system) for system in systems],
         "notes": notes,
     }
 
 
+def _or_narrower_grads(scenario: Scenario) -> str:
+    """A further way out of params and grads that do not fit, where it is one."""
+    way_out = scenario.job.training.narrower_grads
+    would_fit = scenario.params + scenario.grads / 2 < scenario.machine.gpu_memory
+    return f", or give {way_out}" if way_out and would_fit else ""
+
+
+def _our_step(scenario: Scenario, choice: Choice, free_gpu_memory: float) -> Timeline:
+    from megatron_dos import rivals
+    from megatron_dos.perf_model import on_the_clock, program_for
+
+    machine, work = scenario.machine, scenario.work
+    if not scenario.asked:
+        return rivals.ours(machine, work, Fraction(scenario.resident_share), free_gpu_memory)
+    program = program_for(work, choice.host_share, choice.resident_share)
+    return on_the_clock(machine, replace(work, threads=choice.threads), program)
+
+
+def _launch(scenario: Scenario, choice: Choice, advised: float) -> list[str]:
+    """The flags of this plan that the launch does not have yet. The share of the GPU is left to the run.
+
+    `advised` is the part of the states to keep on the GPU; 0 for what was given.
+    """
+    settings = replace(scenario.settings, use_deep_optimizer_states=True)
+    overlaps = scenario.work.early_grads and choice.host_share > 0
+    if overlaps:
+        sent = round(choice.host_share * len(scenario.work.subgroups))
+        slots = max(sent, settings.dos_early_grad_slots)
+        early = "on" if settings.dos_overlap_grad_d2h == "off" else settings.dos_overlap_grad_d2h
+        settings = replace(settings, dos_early_grad_slots=slots, dos_overlap_grad_d2h=early)
+    if advised:
+        settings = replace(settings, dos_resident_share=advised)
+    return [flag for flag in launch_flags(settings, overlaps=overlaps) if flag not in scenario.job.launch]
+
+
+def _resident_advice(scenario: Scenario, choice: Choice) -> float:
+    """The part of the states that is better kept on the GPU, in hundredths; 0 where there is none, or it was given."""
+    share = math.floor(100 * choice.most_resident) / 100
+    if scenario.resident_share or not share:
+        return 0.0
+    seconds = min(value for name, value in choice.helps.items() if name.endswith("resident states"))
+    return share if seconds < _WORTH_IT * choice.step_seconds else 0.0
+
+
 def _page(scenario: Scenario, plan: dict[str, Any]) -> str:
-    layout, choice = scenario.job.layout, plan["choice"]
+    layout, choice, training = scenario.job.layout, plan["choice"], plan["training"]
     groups = [
         f"{name} {size}"
         for name, size in (
@@ -174,7 +254,10 @@ def _page(scenario: Scenario, plan: dict[str, Any]) -> str:
     parts = [
         f"{scenario.name}: {scenario.parameters:,} parameters ({scenario.job.source})\n"
         f"{plural(layout.gpus, 'GPU')}, {plan['layout']['ranks_per_node']} a node; parallel: {', '.join(groups)}\n"
-        f"machine: {scenario.machine.name}\n"
+        f"global batch {training['global_batch']} x sequence {training['sequence']}, micro-batches "
+        f"{training['micro_batches']} of {training['micro_batch']}, recompute {training['recompute']}, grads of "
+        f"{8 * training['grad_bytes']} bits\n"
+        f"machine: {scenario.machine_name}\n"
         f"each rank: {short(scenario.stage.parameters)} parameters, states of {short(scenario.stage.owned)}, in "
         f"{plural(plan['rank']['subgroups'], 'subgroup')}",
         _memory_table(plan),
@@ -187,7 +270,21 @@ def _page(scenario: Scenario, plan: dict[str, Any]) -> str:
         ),
     ]
     parts += [wrapped(f"note: {note}") for note in plan["notes"]]
+    parts.append(_what_to_type(plan))
     return "\n\n".join(parts)
+
+
+def _what_to_type(plan: dict[str, Any]) -> str:
+    flags = plan["launch"]
+    if not flags:
+        return "your launch has all the flags of this plan"
+    start = "add to your launch" if not plan["systems"][-1]["fits"] else "for deep optimizer states all the same, add"
+    text = wrapped(f"{start}: {' '.join(flags)}")
+    if plan["advised_resident_share"]:
+        text += "\n" + wrapped(
+            "  --dos-resident-share is what the estimate of activations leaves room for: less where memory runs out"
+        )
+    return text
 
 
 def _memory_table(plan: dict[str, Any]) -> str:

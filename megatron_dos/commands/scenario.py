@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_dos import calibration
+from megatron_dos.arguments import DosOptions
 from megatron_dos.commands import CommandError
 from megatron_dos.commands.megatron_flags import Job
 from megatron_dos.commands.models import Stage, stages, total_parameters
-from megatron_dos.commands.text import short
+from megatron_dos.commands.text import plural, short
 from megatron_dos.machine import Machine, MachineError, load, preset, preset_names
 from megatron_dos.trace import Span, spans_of
 
@@ -38,6 +41,8 @@ _DEFAULT_MACHINE = "h100-pcie5"
 MOST_PARAMETERS = 10**14
 _MOST_OWNED = 10**11
 _MOST_SUBGROUPS = 3_000
+AUTOMATIC_EARLY_SLOTS = 4
+"""What training makes of --dos-early-grad-slots 0 where grads can be sent early."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ class Scenario:
         parameters: of the model.
         stage: the pipeline stage with most to update.
         work: the update of its ranks.
-        resident_share: part of the states that stays on the GPU.
+        settings: the options of deep optimizer states, those of this command line before those of the job.
         params, grads, activations: bytes on each GPU of that stage; activations at their most.
         passes: of the slowest stage.
     """
@@ -70,11 +75,30 @@ class Scenario:
     parameters: int
     stage: Stage
     work: Workload
-    resident_share: float
+    settings: DosOptions
     passes: Passes
     params: int
     grads: int
     activations: int
+
+    @property
+    def machine_name(self) -> str:
+        """The machine's name, and how much of it was measured where the GPU was not."""
+        preset_name = calibration.preset_of_gpu(self.machine)
+        about = f" (host measured, GPU values of preset {preset_name})" if preset_name else ""
+        return self.machine.name + about
+
+    @property
+    def resident_share(self) -> float:
+        """Part of the states that stays on the GPU."""
+        return self.settings.dos_resident_share
+
+    @property
+    def asked(self) -> dict[str, float]:
+        """What the GPU is to update where that is not left to be found: the argument of `perf_model.choose`."""
+        if self.settings.dos_update_stride:
+            return {"stride": self.settings.dos_update_stride}
+        return {"gpu_share": self.settings.dos_gpu_share} if self.settings.dos_gpu_share >= 0 else {}
 
     @property
     def states(self) -> int:
@@ -89,19 +113,24 @@ def add_machine_flag(parser: argparse.ArgumentParser) -> None:
         "--machine",
         metavar="PRESET|FILE",
         help=f"{', '.join(preset_names())}, or a file of megatron-dos calibrate; default: this machine where it has "
-        f"been measured, else {_DEFAULT_MACHINE}",
+        f"been measured with its GPUs, else {_DEFAULT_MACHINE}",
     )
     parser.add_argument(
-        "--threads", type=int, default=0, metavar="N", help="CPU threads of a rank; default: its share of the cores"
+        "--threads",
+        type=int,
+        metavar="N",
+        help="CPU threads of a rank, as --dos-cpu-threads; default: its share of the cores",
     )
     parser.add_argument(
-        "--subgroup-size", type=int, default=0, metavar="N", help="parameters of a subgroup; default: automatic"
+        "--subgroup-size",
+        type=int,
+        metavar="N",
+        help="parameters of a subgroup, as --dos-subgroup-size; default: automatic",
     )
     parser.add_argument(
         "--grad-transfer",
         choices=("fp32", "model"),
-        default="fp32",
-        help="how grads go to the CPU, as --dos-grad-transfer (%(default)s)",
+        help="how grads go to the CPU, as --dos-grad-transfer; default: fp32",
     )
     parser.add_argument(
         "--early-grads",
@@ -111,9 +140,8 @@ def add_machine_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resident-share",
         type=_share,
-        default=0.0,
         metavar="SHARE",
-        help="part of the states that stays on the GPU, as --dos-resident-share (%(default)s)",
+        help="part of the states that stays on the GPU, as --dos-resident-share; default: 0",
     )
 
 
@@ -133,17 +161,20 @@ def machine_of(name: str | None) -> tuple[Machine, str]:
     Raises:
         CommandError: there is none of that name, or the file holds none.
     """
+    if name is not None and name not in preset_names() and not Path(name).exists():
+        raise CommandError(f"--machine {name}: no preset or file of that name; presets: {', '.join(preset_names())}")
     try:
         if name is not None:
             return load(name), ""
-        from megatron_dos.calibration import cached_machine
-
-        measured = cached_machine()
-        if measured is not None:
+        measured = calibration.cached_machine()
+        if measured is None:
+            about = "and this one has not been measured"
+        elif of_gpu := calibration.preset_of_gpu(measured):
+            kept = calibration.cache_file(measured.fingerprint)
+            about = f"and of this one the host alone was measured (--machine {kept} takes its GPU from preset {of_gpu})"
+        else:
             return measured, "no --machine: this machine, as it was measured"
-        return preset(
-            _DEFAULT_MACHINE
-        ), f"no --machine, and this one has not been measured: {_DEFAULT_MACHINE} is taken"
+        return preset(_DEFAULT_MACHINE), f"no --machine, {about}: {_DEFAULT_MACHINE} is taken"
     except MachineError as error:
         raise CommandError(f"--machine: {error}") from error
 
@@ -161,23 +192,33 @@ def scenario_of(job: Job, options: argparse.Namespace) -> Scenario:
     found = stages(job.shape, job.layout)
     stage = max(found, key=lambda each: each.owned)
     training = job.training
+    _check_owned(job.name, stage.owned)
+    settings = _settings(machine, options, job.settings, stage.owned)
     narrow = training.grad_bytes == 2
-    work = _work(machine, options, job.name, stage.owned, job.layout.gpus)
+    work = _work(machine, settings, options.early_grads, stage.owned, job.layout.gpus)
     work = replace(
         work,
-        grad_bytes=2 if narrow and options.grad_transfer == "model" else 4,
+        grad_bytes=2 if narrow and settings.dos_grad_transfer == "model" else 4,
         param_bytes=training.param_bytes,
-        casts=narrow and options.grad_transfer == "fp32",
+        casts=narrow and settings.dos_grad_transfer == "fp32",
     )
+    notes = list(job.notes)
+    if training.overlaps:
+        notes.append(
+            "--overlap-grad-reduce: subgroups end where its buckets do, so there are more of them, and smaller ones, "
+            "than are counted here"
+        )
+        if training.early_grads and not work.early_grads:
+            work = replace(work, early_grads=_all_sent_early(settings, work, notes))
     return Scenario(
         name=job.name,
         job=job,
         machine=machine,
-        notes=(*job.notes, *([note] if note else [])),
+        notes=(*notes, *([note] if note else [])),
         parameters=parameters,
         stage=stage,
         work=work,
-        resident_share=options.resident_share,
+        settings=settings,
         passes=_passes(job, machine, found),
         params=training.param_bytes * stage.parameters,
         grads=training.grad_bytes * stage.parameters,
@@ -194,6 +235,8 @@ def scenario_of_count(parameters: int, gpus: int, options: argparse.Namespace) -
     machine, note = machine_of(options.machine)
     name = f"{short(parameters)} parameters"
     owned = -(-parameters // gpus)
+    _check_owned(name, owned)
+    settings = _settings(machine, options, DosOptions(), owned)
     forward = 2 * parameters * 2048 / machine.matmul
     about = "no shape: 2048 tokens a GPU, activations recomputed in full, no tensor or pipeline parallelism"
     return Scenario(
@@ -203,8 +246,8 @@ def scenario_of_count(parameters: int, gpus: int, options: argparse.Namespace) -
         notes=(about, *([note] if note else [])),
         parameters=parameters,
         stage=Stage(dense=parameters, experts=0, owned=owned, layers=0),
-        work=_work(machine, options, name, owned, gpus),
-        resident_share=options.resident_share,
+        work=_work(machine, settings, options.early_grads, owned, gpus),
+        settings=settings,
         passes=Passes(forward, 3 * forward),
         params=2 * parameters,
         grads=4 * parameters,
@@ -212,32 +255,68 @@ def scenario_of_count(parameters: int, gpus: int, options: argparse.Namespace) -
     )
 
 
-def _work(machine: Machine, options: argparse.Namespace, name: str, owned: int, gpus: int) -> Workload:
-    """The update of a rank with FP32 grads and 16-bit params, after a look at the options."""
-    from megatron_dos.perf_model import Workload
+def _settings(machine: Machine, options: argparse.Namespace, of_job: DosOptions, owned: int) -> DosOptions:
+    """The options of this command line before those of the job, after a look at what the machine allows.
 
+    Raises:
+        CommandError: threads that the machine has not, or a subgroup size out of range.
+    """
+    given = {
+        "dos_cpu_threads": options.threads,
+        "dos_subgroup_size": options.subgroup_size,
+        "dos_grad_transfer": options.grad_transfer,
+        "dos_resident_share": options.resident_share,
+    }
+    threads = of_job.dos_cpu_threads if options.threads is None else options.threads
+    if not 0 <= threads <= 2 * machine.cores:
+        flag = "--dos-cpu-threads" if options.threads is None else "--threads"
+        raise CommandError(
+            f"{flag} {threads}: {machine.name} has {machine.cores} cores; give at most twice as many, or 0, "
+            "which is a rank's share of them"
+        )
+    size = of_job.dos_subgroup_size if options.subgroup_size is None else options.subgroup_size
+    least = -(-owned // _MOST_SUBGROUPS)
+    if size and not least <= size <= 2**40:
+        flag = "--dos-subgroup-size" if options.subgroup_size is None else "--subgroup-size"
+        raise CommandError(f"{flag} {size}: give 0, which is automatic, or at least {least} and at most {2**40}")
+    return replace(of_job, **{name: value for name, value in given.items() if value is not None})
+
+
+def _all_sent_early(settings: DosOptions, work: Workload, notes: list[str]) -> bool:
+    """Whether each subgroup's grads have a slot: the model knows all or none. A note says what it takes."""
+    slots, count = settings.dos_early_grad_slots or AUTOMATIC_EARLY_SLOTS, len(work.subgroups)
+    if slots >= count:
+        if settings.dos_overlap_grad_d2h == "auto":
+            notes.append(
+                "--overlap-grad-reduce: all grads are counted as sent in the backward pass; training does so unless "
+                "CUDA_DEVICE_MAX_CONNECTIONS or TORCH_NCCL_BLOCKING_WAIT is 1"
+            )
+        return True
+    notes.append(
+        f"--overlap-grad-reduce: grads of {slots} of {plural(count, 'subgroup')} may be sent in the backward pass "
+        "(--dos-early-grad-slots); this estimate counts all of them in the update, or with --early-grads none"
+    )
+    return False
+
+
+def _check_owned(name: str, owned: int) -> None:
     if owned > _MOST_OWNED:
         raise CommandError(
             f"{name}: each rank would own the states of {short(owned)} parameters; {short(_MOST_OWNED)} are beyond any "
             "node's memory. Give more --gpus"
         )
-    if not 0 <= options.threads <= 2 * machine.cores:
-        raise CommandError(
-            f"--threads {options.threads}: {machine.name} has {machine.cores} cores; give at most twice as many, or 0, "
-            "which is a rank's share of them"
-        )
-    least = -(-owned // _MOST_SUBGROUPS)
-    if options.subgroup_size and not least <= options.subgroup_size <= 2**40:
-        raise CommandError(
-            f"--subgroup-size {options.subgroup_size}: give 0, which is automatic, or at least {least} and at most "
-            f"{2**40}"
-        )
+
+
+def _work(machine: Machine, settings: DosOptions, early_grads: bool, owned: int, gpus: int) -> Workload:
+    """The update of a rank with FP32 grads and 16-bit params."""
+    from megatron_dos.perf_model import Workload
+
     return Workload(
         parameters=owned,
         ranks=min(gpus, machine.gpus),
-        threads=options.threads,
-        subgroup=options.subgroup_size,
-        early_grads=options.early_grads,
+        threads=settings.dos_cpu_threads,
+        subgroup=settings.dos_subgroup_size,
+        early_grads=early_grads,
     )
 
 
@@ -321,8 +400,14 @@ def iteration_spans(scenario: Scenario, system: str, timeline: Timeline) -> list
         if place is Placement.HOST and grads != "step"
     ]
     computed, copied = passes.forward, 0.0
+    # Grads are final in the backward pass of the last micro-batch.
+    micro_batches = scenario.job.training.micro_batches if scenario.job else 1
+    last = passes.backward / micro_batches
+    if sent and micro_batches > 1:
+        spans.append(Span("gpu", "backward", computed, passes.backward - last))
+        computed += passes.backward - last
     for index, numel in sent:
-        slice_s, copy_s = passes.backward / len(sent), grad_bytes * numel / machine.d2h_alone
+        slice_s, copy_s = last / len(sent), grad_bytes * numel / machine.d2h_alone
         spans.append(Span("gpu", "backward", computed, slice_s))
         computed += slice_s
         start = max(computed, copied)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -34,7 +35,8 @@ _HELP = """\
 Run forward pass, backward pass and update of one rank on the virtual clock, for deep optimizer states and for the
 programs of other systems, with the rates of a machine. Prints a table; with --out, writes
 
-  iteration.png        the lanes of every program: what runs when, and how busy each lane is (needs matplotlib)
+  iteration.png        the lanes of every program: what runs when, and how busy each lane is (needs matplotlib, without
+                       which there is none)
   iteration.trace.json the same for https://ui.perfetto.dev, a row a lane
 
 The communication of parallel groups is not simulated, nor is memory checked: `megatron-dos plan` does that.
@@ -147,22 +149,29 @@ def _timelines(scenario: Scenario, options: argparse.Namespace) -> Iterator[tupl
     for name in chosen:
         if name != _OURS:
             yield name, rivals.RIVALS[name](scenario.machine, scenario.work, resident)
-        elif options.share is None and options.stride is None:
+        elif not _asked(scenario, options):
             yield name, rivals.ours(scenario.machine, scenario.work, resident)
         else:
             yield _ours_as_asked(scenario, options, resident)
 
 
+def _asked(scenario: Scenario, options: argparse.Namespace) -> dict[str, float]:
+    """The argument of `choose` that says what the GPU updates: of --share, --stride, or the job's own flags."""
+    if options.stride is not None:
+        return {"stride": options.stride}
+    return {"gpu_share": options.share} if options.share is not None else scenario.asked
+
+
 def _ours_as_asked(scenario: Scenario, options: argparse.Namespace, resident: Fraction) -> tuple[str, Timeline]:
     from megatron_dos.perf_model import choose, on_the_clock, program_for
 
-    gpu = {"stride": options.stride} if options.stride is not None else {"gpu_share": options.share}
+    gpu = _asked(scenario, options)
     # Whether it fits is what `plan` tells: here memory has no end.
     machine = replace(scenario.machine, gpu_memory=1e18, host_memory=1e18)
     choice = choose(machine, scenario.work, resident_share=resident, **gpu)
     work = replace(scenario.work, threads=choice.threads)
     program = program_for(work, choice.host_share, resident)
-    asked = f"k={options.stride}" if options.stride is not None else f"GPU share {options.share:g}"
+    asked = f"k={gpu['stride']}" if "stride" in gpu else f"GPU share {gpu['gpu_share']:g}"
     return f"ours, {asked}", on_the_clock(scenario.machine, work, program)
 
 
@@ -214,7 +223,7 @@ def _page(scenario: Scenario, rows: Sequence[dict[str, Any]], written: Sequence[
     lanes_header = ["in the update", "on CPU", "streamed", "resident", *(f"{lane} busy" for lane in _LANES)]
     work = scenario.work
     parts = [
-        f"{scenario.name} on {scenario.machine.name}: one rank of {work.ranks} on its node, states of "
+        f"{scenario.name} on {scenario.machine_name}: one rank of {work.ranks} on its node, states of "
         f"{short(work.parameters)} parameters in {plural(len(work.subgroups), 'subgroup')}",
         table(times_header, times),
         table(lanes_header, lanes),
@@ -241,15 +250,28 @@ def _check_out(options: argparse.Namespace) -> None:
 
 
 def _write(options: argparse.Namespace, scenario: Scenario, tracks: trace.Tracks) -> list[Path]:
-    """Both files, or neither."""
-    title = f"{scenario.name} on {scenario.machine.name}, one rank of {scenario.work.ranks}"
+    """Both files, or neither; the trace alone, and a word on stderr, where matplotlib is missing."""
+    title = f"{scenario.name} on {scenario.machine_name}, one rank of {scenario.work.ranks}"
     about = {"made by": f"megatron-dos {__version__} simulate", "scenario": title, "notes": list(scenario.notes)}
     targets = _targets(options)
+    if not _can_draw():
+        old = "; the one that is there is of an earlier run" if targets[0].exists() else ""
+        print(f"megatron-dos: no {targets[0].name}: the picture needs pip install matplotlib{old}", file=sys.stderr)
+        targets = targets[1:]
     try:
         options.out.mkdir(parents=True, exist_ok=True)
-        with new_files(targets, options.overwrite) as (picture, events):
-            trace.draw(picture, tracks, title)
+        with new_files(targets, options.overwrite) as (*picture, events):
+            for path in picture:
+                trace.draw(path, tracks, title)
             trace.write_chrome_trace(events, tracks, about=about)
-    except (OSError, trace.MissingPlotLibraryError) as error:
+    except OSError as error:
         raise CommandError(f"--out {options.out}: {error}") from error
     return targets
+
+
+def _can_draw() -> bool:
+    try:
+        import matplotlib.figure  # noqa: F401 (only whether it is there)
+    except ImportError:
+        return False
+    return True
