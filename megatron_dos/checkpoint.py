@@ -11,19 +11,21 @@ writer needs it.
 
 [Note: loads in place] A load from a distributed checkpoint reads into the states themselves, which is how it takes no
 second copy. So nothing may be read before it is known that all can be: `_require_whole_files` compares the sizes of
-the files with what the checkpoint says they hold; torch and Megatron compare names, shapes and dtypes before they
-read. If reading fails all the same, in the middle, the optimizer is told and refuses to step.
+the files with what the checkpoint says they hold; torch and Megatron compare names, shapes and dtypes of what a rank
+reads before it reads, and `_require_tensors` those of what its peers read. From then on until the whole load is over,
+the optimizer refuses to step and to save: reading may fail in the middle, and Megatron may give up a load afterwards.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import re
 import resource
 import shutil
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -162,13 +164,23 @@ class LoadsInPlace:
     """Told of what goes wrong while torch reads a distributed checkpoint into the states. See [Note: loads in place].
 
     `begin` when the states are handed out, `end` when their load is over.
+
+    Args:
+        read: told, in words, why the states are not to be used before a load has come to its end.
     """
 
-    def __init__(self, spoiled: Callable[[BaseException], None]) -> None:
-        self._spoiled = spoiled
+    def __init__(self, read: Callable[[str], None]) -> None:
+        self.read = read
+        self.tensors: Mapping[str, tuple[int, ...] | None] = {}
 
-    def begin(self) -> None:
-        """States have been handed out to be read into."""
+    def begin(self, tensors: Mapping[str, tuple[int, ...] | None]) -> None:
+        """States have been handed out to be read into.
+
+        Args:
+            tensors: key -> shape of what the checkpoint has to hold, for this rank or its peers; no shape where it may
+                have another one.
+        """
+        self.tensors = tensors
         _watch_reader()
         with _lock:
             _loading.add(self)
@@ -177,11 +189,6 @@ class LoadsInPlace:
         """The load is over, or was given up."""
         with _lock:
             _loading.discard(self)
-
-    def spoil(self, error: BaseException) -> None:
-        """Reading failed after it had begun."""
-        self._spoiled(error)
-        self.end()
 
 
 _lock = threading.Lock()
@@ -204,12 +211,17 @@ def _watch_reader() -> None:
         if not loads:
             return read_data(self, plan, planner)
         _require_whole_files(self.path, self.storage_data)
+        for load in loads:
+            _require_tensors(planner.metadata.state_dict_metadata, load.tensors)
+        in_place = any(item.type is not LoadItemType.BYTE_IO for item in plan.items)
+        for load in loads if in_place else ():
+            load.read("a checkpoint was read into the optimizer states, and its load did not come to its end")
         try:
             return read_data(self, plan, planner)
         except BaseException as error:
-            if any(item.type is not LoadItemType.BYTE_IO for item in plan.items):  # else nothing was read in place
-                for load in loads:
-                    load.spoil(error)
+            for load in loads if in_place else ():
+                load.read(f"reading a checkpoint into the optimizer states failed in the middle ({error})")
+                load.end()
             raise
 
     watched._watched_by_megatron_dos = True
@@ -235,6 +247,26 @@ def _require_whole_files(folder: Any, storage_data: dict[Any, Any]) -> None:
             raise CheckpointError(f"a file of the checkpoint is missing ({error}). {_WAY_OUT}") from error
         if size < end:
             raise CheckpointError(f"{path} has {size:,} bytes and should have {end:,}: it was cut short. {_WAY_OUT}")
+
+
+def _require_tensors(held: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...] | None]) -> None:
+    """Refuse a checkpoint that lacks one of the tensors, or has it in another shape.
+
+    Raises:
+        CheckpointError: names the tensor.
+    """
+    shapes = {re.sub(r"^chained_\d+\.", "", key): getattr(tensor, "size", None) for key, tensor in held.items()}
+    for key, shape in wanted.items():
+        if key not in shapes:
+            raise CheckpointError(
+                f"the checkpoint has no {key}: it is of another model, or was saved without its optimizer states. "
+                f"{_WAY_OUT} Or load the weights alone, with --no-load-optim or --finetune."
+            )
+        if shape is not None and tuple(shapes[key]) != shape:
+            raise CheckpointError(
+                f"Global shape mismatch: the checkpoint's {key} has shape {tuple(shapes[key])}, this model's {shape}. "
+                f"{_WAY_OUT}"
+            )
 
 
 _WAY_OUT = "Nothing has been loaded. Load an earlier checkpoint: --ckpt-step ITERATION."

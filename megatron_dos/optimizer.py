@@ -13,6 +13,7 @@ all-gather, the checkpoint layouts and every process group stay Megatron's own c
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -48,14 +49,14 @@ from megatron_dos.operations import StepInputs
 from megatron_dos.param_gather import EarlyParamGather, is_possible
 from megatron_dos.partition import Partition, automatic_subgroup_size, owned_ranges, partition
 from megatron_dos.perf_model import Workload
-from megatron_dos.reshardable import joined, may_be_cut, sharded_boxes, slices_of
+from megatron_dos.reshardable import joined, may_be_cut, sharded_boxes, slices_of, tensors_of
 from megatron_dos.state_stream import Share
 from megatron_dos.tuner import FirstChoice, first_choice
 
 __all__ = ["DeepStatesOptimizer", "HostAdam", "make_device"]
 
-# Layouts of the states in a distributed checkpoint that are read into the states themselves.
-LOADED_IN_PLACE = ("dp_reshardable", "fully_reshardable", "fully_sharded_model_space")
+# Layouts of the states in a distributed checkpoint that are always read into the states themselves.
+LOADED_IN_PLACE = ("dp_reshardable", "fully_sharded_model_space")
 # Host slots for grads that are sent in the backward pass, when the user names no number.
 EARLY_SLOTS = 4
 
@@ -347,9 +348,10 @@ class DeepStatesOptimizer(DistributedOptimizer):
         if options.async_save:
             require_shared_memory(self._engine.states.nbytes)
         self._handouts = Handouts()
-        self._loads = LoadsInPlace(self._spoil)
+        self._loads = LoadsInPlace(self._refuse_until_loaded)
         self._half_loaded = ""  # why no step is possible, or nothing
-        self._loads_whole_tensors = False  # by the load that goes on
+        self._loads_whole_tensors = False  # of a fully reshardable checkpoint, in the load that goes on
+        self._tensors_to_load: dict[str, tuple[int, ...] | None] = {}  # by all data-parallel ranks together
         _let_chains_stream()
         if sends_early:
             EarlyGrads(model_chunks, self.buffers, self._engine, self._grad_of)
@@ -436,8 +438,6 @@ class DeepStatesOptimizer(DistributedOptimizer):
     def step_with_ready_grads(self) -> bool:
         """Adds to the base: FP32 params are adopted first; `--log-params-norm` is answered from the new masters."""
         if not self.is_stub_optimizer:
-            if self._half_loaded:
-                raise CheckpointError(f"no step is possible: {self._half_loaded}. Load a whole checkpoint first.")
             self.require_whole_states("step")
             self._loads.end()  # of one that was given up before anything was read
         self._adopt_fp32_params()
@@ -450,12 +450,15 @@ class DeepStatesOptimizer(DistributedOptimizer):
         return success
 
     def require_whole_states(self, what: str) -> None:
-        """Nothing is done with the states of a step that has failed in its middle, which a caller may have caught."""
-        if not self.is_stub_optimizer and self._engine.torn:
-            raise CheckpointError(
-                f"no {what} is possible: a step failed in the middle, and only some of the optimizer states are those "
-                "after it. Load a whole checkpoint first."
-            )
+        """Nothing is done with the states of a step or a load that has failed in its middle, which a caller may have
+        caught."""
+        if self.is_stub_optimizer:
+            return
+        problem = self._half_loaded
+        if self._engine.torn:
+            problem = "a step failed in the middle, and only some of the optimizer states are those after it"
+        if problem:
+            raise CheckpointError(f"no {what} is possible: {problem}. Load a whole checkpoint first.")
 
     def _adopt_fp32_params(self) -> None:
         """Before the first step after construction or a load: masters of FP32 params are what the params are.
@@ -536,8 +539,11 @@ class DeepStatesOptimizer(DistributedOptimizer):
         half_loaded = self._half_loaded
         state_dict = super().sharded_state_dict(model_sharded_state_dict or {}, is_loading, *args, **kwargs)
         self._half_loaded = half_loaded  # a load starts with what the optimizer has, through load_state_dict
-        if is_loading and state_dict["param_state_sharding_type"] in LOADED_IN_PLACE:
-            self._loads.begin()
+        layout = state_dict["param_state_sharding_type"]
+        if is_loading and layout == "fully_reshardable" and not self._loads_whole_tensors:
+            self._loads.begin(self._tensors_to_load)
+        elif is_loading and layout in LOADED_IN_PLACE:
+            self._loads.begin({})  # of these, every rank has tensors of its own
         return state_dict
 
     def sharded_param_state_dp_reshardable(self, *args, **kwargs):
@@ -562,6 +568,8 @@ class DeepStatesOptimizer(DistributedOptimizer):
         self._loads_whole_tensors = not may_be_cut() or None in slices.values()
         if self._loads_whole_tensors:
             return super().sharded_param_state_fully_reshardable(model_sharded_state_dict, is_loading, metadata)
+        every_slice = itertools.chain.from_iterable(slices.values())
+        self._tensors_to_load = tensors_of(every_slice, ("param", *self.optimizer_state_keys))
         param_state = {}
         for index, param in enumerate(self._numbered_params()):
             if param not in self._owner_of:
@@ -584,7 +592,8 @@ class DeepStatesOptimizer(DistributedOptimizer):
             return
         for index, param in enumerate(self._numbered_params()):
             if param in self._owner_of:
-                loaded = {key: joined(state_dict[index][key], state) for key, state in self._states_of(param).items()}
+                states, parts = self._states_of(param), state_dict.get(index, {})
+                loaded = {key: joined(parts[key], state) for key, state in states.items() if key in parts}
                 self._set_main_param_and_optimizer_states(param, loaded)
 
     def _numbered_params(self) -> Iterator[torch.nn.Parameter]:
@@ -600,7 +609,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
         self._half_loaded = "a checkpoint was loaded in part, its step without its optimizer states or the reverse"
         super().load_state_dict(state_dict)
         self._loads.end()
-        if "param_state" in state_dict:
+        if "param_state_sharding_type" in state_dict:  # of a rank that owns nothing, that is all there is
             self._half_loaded, self._engine.torn = "", False
 
     def save_parameter_state(self, filename) -> None:
@@ -654,8 +663,8 @@ class DeepStatesOptimizer(DistributedOptimizer):
                 self._fp32_params_were_set = True
         self._half_loaded, self._engine.torn = "", False
 
-    def _spoil(self, error: BaseException) -> None:
-        self._half_loaded = f"reading a checkpoint into the optimizer states failed in the middle ({error})"
+    def _refuse_until_loaded(self, reason: str) -> None:
+        self._half_loaded = reason
 
     def state_dict(self) -> dict[str, Any]:
         """Replaces: how the step is found. The base reads it from per-tensor states and fails on a rank without any."""

@@ -12,7 +12,7 @@ Keys, shapes and dtypes are those of Megatron's own saves; only the cuts differ,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.utils import is_torch_min_version
 
-__all__ = ["Box", "Slice", "boxes", "joined", "may_be_cut", "sharded_boxes", "slices_of"]
+__all__ = ["Box", "Slice", "boxes", "joined", "may_be_cut", "sharded_boxes", "slices_of", "tensors_of"]
 
 
 class Box(NamedTuple):
@@ -115,7 +115,7 @@ def sharded_boxes(
             data = _with_own_storage(state[begin : begin + math.prod(box.sizes)]).view(box.sizes)
             result.append(
                 ShardedTensor(
-                    key=f"optimizer.state.{key}.{sharded.key}",
+                    key=_key_of(key, sharded),
                     data=torch.zeros_like(data) if is_loading and sharded.allow_shape_mismatch else data,
                     dtype=data.dtype,
                     local_shape=box.sizes,
@@ -128,6 +128,20 @@ def sharded_boxes(
                 )
             )
     return result
+
+
+def tensors_of(slices: Iterable[Slice], keys: Iterable[str]) -> dict[str, tuple[int, ...] | None]:
+    """Key in the checkpoint -> shape of the tensors that these slices are parts of, for states of these keys; no shape
+    where a checkpoint may have another one."""
+    return {
+        _key_of(key, sharded): None if sharded.allow_shape_mismatch else tuple(sharded.global_shape)
+        for _, sharded in slices
+        for key in keys
+    }
+
+
+def _key_of(state: str, sharded: ShardedTensor) -> str:
+    return f"optimizer.state.{state}.{sharded.key}"
 
 
 def _with_own_storage(view: torch.Tensor) -> torch.Tensor:

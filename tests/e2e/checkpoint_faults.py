@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import resource
 import shutil
@@ -204,6 +205,9 @@ def faults(point: str, model: Any, optimizer: Any, args: Any) -> Any:
             torch.distributed.barrier()
             attempt.load(f"{way}: {fault}", bad, way)
             attempt.load(f"{way}: after {fault}", good, way)
+        # Megatron compares this with the file when it has read everything.
+        attempt.load(f"{way}: given up", good, way, num_attention_heads=2)
+        attempt.load(f"{way}: after given up", good, way)
         foreign = Path(os.environ["FOREIGN"]) / checkpoints.folder_of(way)
         attempt.load(f"{way}: of another model", foreign, way)
         attempt.load(f"{way}: after of another model", good, way)
@@ -230,6 +234,14 @@ def _garbage(path: Path) -> None:
             file.write(random.Random(1).randbytes(half))
 
 
+def _incomplete(path: Path) -> None:
+    """A fully reshardable checkpoint without a state that one rank owns. Others are as they were."""
+    if path.name == ".metadata":
+        metadata = pickle.loads(path.read_bytes())
+        metadata.state_dict_metadata.pop("optimizer.state.exp_avg.decoder.final_layernorm.bias", None)
+        path.write_bytes(pickle.dumps(metadata))
+
+
 def _foreign(path: Path) -> None:
     if path.name in (".metadata", "distrib_optim.pt"):
         path.write_bytes(b"#!/bin/sh\necho this is no checkpoint\n")
@@ -240,6 +252,7 @@ FAULTS: dict[str, Callable[[Path], None]] = {
     "missing": _remove,
     "garbage": _garbage,
     "foreign": _foreign,
+    "incomplete": _incomplete,
 }
 
 
@@ -260,9 +273,12 @@ class _Attempts:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         self.outcomes[name]["tracker"] = (folder / "latest_checkpointed_iteration.txt").read_text()
 
-    def load(self, name: str, folder: Path, way: str) -> None:
-        self._try(name, lambda: checkpoints.load(*self._run(), folder, way))
-        self.outcomes[name]["step"] = _reason_of(lambda: _step_with_no_grads(self._model, self._optimizer))
+    def load(self, name: str, folder: Path, way: str, **arguments: Any) -> None:
+        self._try(name, lambda: checkpoints.load(*self._run(), folder, way, **arguments))
+        outcome = self.outcomes[name]
+        outcome["step"] = _reason_of(lambda: _step_with_no_grads(self._model, self._optimizer))
+        if outcome["step"]:
+            outcome["save"] = _reason_of(lambda: checkpoints.save(*self._run(), folder.parent / "never", way, 7))
 
     def _run(self) -> tuple[Any, Any, Any]:
         return self._model, self._optimizer, self._args

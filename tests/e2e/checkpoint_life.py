@@ -7,8 +7,9 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import flat
 import torch
-from checkpoint_faults import sharded
+from checkpoint_faults import differences, sharded
 from flat import FlatRun, random_grads
 
 
@@ -33,6 +34,25 @@ def torch_is_too_old() -> None:
     from megatron_dos import optimizer
 
     optimizer.may_be_cut = lambda: False
+
+
+def trained_on_after_a_load(folder: str) -> list[str]:
+    """Save a model that is so small that ranks own nothing, load it into another and step; what differs from stepping
+    at once."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async.get_write_results_queue("fork")
+    flat.SHAPES, flat.KEPT_IN_FP32 = ((2, 2),), ()
+    run, layout = FlatRun("bfloat16"), "fully_reshardable"
+    run.step(random_grads(1))
+    dist_checkpointing.save(sharded(run, layout=layout), folder, content_metadata={})
+    other = FlatRun("bfloat16", seed=1)
+    loaded = dist_checkpointing.load(sharded(other, is_loading=True, layout=layout), folder)
+    other.optimizer.load_state_dict(loaded["optimizer"])
+    for each in (run, other):
+        each.step(random_grads(2))
+    return [*differences(other, run.states()), f"owns {sum(one is not None for one in run.states())}"]
 
 
 def files_of_two_saves(folder: str) -> dict[str, Any]:

@@ -127,7 +127,9 @@ def test_a_full_disk_is_an_error_on_all_ranks_that_changes_nothing(outcomes, way
                for rank in outcomes[f"{way}: full disk"])  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", ["full disk", "cut short", "missing", "garbage", "foreign", "of another model"])
+@pytest.mark.parametrize(
+    "fault", ["full disk", "cut short", "missing", "garbage", "foreign", "incomplete", "given up", "of another model"]
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_checkpoint_before_loads_after_a_fault(outcomes, way, fault):
     expected = [rank["after"] for rank in outcomes[f"{way}: after full disk"]]
@@ -151,8 +153,9 @@ def test_the_checkpoint_before_loads_after_a_fault(outcomes, way, fault):
 def test_a_torch_dist_checkpoint_that_cannot_be_read_leaves_states_and_training_alone(outcomes, way, fault, says):
     for rank in outcomes[f"{way}: {fault}"]:
         assert re.search(says, rank["error"], re.DOTALL)
-        # Before it compares shapes, Megatron empties the word embeddings, which may have another size in a checkpoint.
-        assert rank["changed"] == (["weights"] if fault == "of another model" else [])
+        # Before it compares shapes, Megatron empties the word embeddings, which may have another size in a checkpoint;
+        # we compare those of a fully reshardable one before that.
+        assert rank["changed"] == (["weights"] if (way, fault) == ("torch_dist", "of another model") else [])
         assert rank["step"] == ""
 
 
@@ -163,6 +166,23 @@ def test_no_step_is_possible_after_a_read_that_failed_in_the_middle(outcomes, wa
     for rank in ranks:
         assert re.search("corrupted|weights_only", rank["error"])  # what torch says of bytes that it cannot read
         assert rank["step"].startswith("CheckpointError: no step is possible: reading a checkpoint into the optimizer")
+        assert rank["save"].startswith("CheckpointError: no save is possible: reading a checkpoint into the optimizer")
+
+
+@pytest.mark.parametrize("way", TORCH_DIST)
+def test_neither_step_nor_save_is_possible_after_a_load_that_was_given_up_when_all_was_read(outcomes, way):
+    for rank in outcomes[f"{way}: given up"]:
+        assert "num_attention_heads" in rank["error"]
+        assert rank["step"].startswith("CheckpointError: no step is possible: a checkpoint was read into the optimizer")
+        assert rank["save"].startswith("CheckpointError: no save is possible: a checkpoint was read into the optimizer")
+
+
+def test_all_ranks_refuse_a_fully_reshardable_checkpoint_without_a_state_that_one_of_them_owns(outcomes):
+    missing = "optimizer.state.exp_avg.decoder.final_layernorm.bias"
+    for rank in outcomes["torch_dist, fully reshardable: incomplete"]:
+        assert missing in rank["error"]
+        assert "states" not in rank["changed"]
+        assert rank["step"] == ""
 
 
 @pytest.mark.parametrize("fault", ["cut short", "missing", "garbage", "foreign"])

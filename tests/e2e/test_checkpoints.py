@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import WAYS
-from harness import LAYOUTS, PRECISIONS, ROOT, TINY, CaseFailure, Megatron, assert_same_bits, same_bits
+from harness import LAYOUTS, PRECISIONS, ROOT, TINY, CaseFailure, Megatron, assert_same_bits, differences, same_bits
 
 PAGE = ROOT / "docs" / "checkpoints.md"
 BEGIN, END = "<!-- table of tests/e2e/test_checkpoints.py: begin -->", "<!-- end -->"
@@ -270,6 +270,24 @@ def test_several_optimizer_instances_save_each_state_once(megatron, tmp_path, lo
         assert len(twins) == 2
         for twin in twins:
             assert_same_rank(mine, twin)
+
+
+def test_states_of_tied_embeddings_are_saved_as_they_are_where_megatrons_own_save_changes_them(megatron, tmp_path):
+    common = [*TINY, "--global-batch-size", "8", "--bf16", RESHARDABLE, "--pipeline-model-parallel-size", "2"]
+    saved = {
+        saver: megatron.train([*common, *more], 4, saver, 3, save=tmp_path / saver)
+        for saver, more in (("dos", SUBGROUPS), ("numpy", []))
+    }
+    for loader in ("dos", "numpy"):
+        assert_same_end(megatron.train(common, 4, loader, 0, load=tmp_path / "dos"), saved["dos"])
+    changed = megatron.train(common, 4, "numpy", 0, load=tmp_path / "numpy")
+    assert any("embedding" in one for one in differences(changed, saved["numpy"])), "docs/checkpoints.md says so"
+
+
+def test_a_rank_that_owns_nothing_trains_on_after_a_load(megatron, tmp_path):
+    ranks = megatron.call("checkpoint_life:trained_on_after_a_load", 4, folder=str(tmp_path)).values
+    assert ["owns 0"] in ranks
+    assert all(rank in (["owns 0"], ["owns 1"]) for rank in ranks)
 
 
 @pytest.mark.parametrize(("saver", "loader"), DIRECTIONS.values(), ids=DIRECTIONS)
