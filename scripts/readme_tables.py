@@ -1,22 +1,28 @@
-"""Writes the tables of README.md: the flags, the settings that are refused, measurements, the reproduction.
+"""Writes the tables of README.md and of two pages of docs/: flags, refused settings, plans, measurements.
 
-`make readme` runs it; a test fails while README.md is not what it would write.
+`make readme` runs it; a test fails while one of the pages is not what it would write.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
+import functools
+import io
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+from megatron_dos import cli
 from megatron_dos.arguments import REFUSALS, add_arguments
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
-RESULTS = ROOT / "docs" / "results"
-PERFORMANCE = ROOT / "docs" / "performance.md"
+DOCS = ROOT / "docs"
+RESULTS = DOCS / "results"
+PERFORMANCE = DOCS / "performance.md"
 
 FLAG = re.compile(r"(?<![\w`-])(--[a-z0-9-]+)")
 
@@ -47,6 +53,46 @@ def refusals_table() -> str:
         setting = f"no {flag}" if row.verb == "needs" else flag
         rows.append((setting, row.reason, row.way_out.format(flag=flag)))
     return table(("Setting", "Why it cannot work", "Instead"), rows)
+
+
+NODES = (
+    ("4 x 80 GB (H100)", "h100-pcie5", ""),
+    ("4 x 80 GB (H100)", "h100-pcie5", "--grad-reduce-in-bf16"),
+    ("4 x 40 GB (A100)", "a100-pcie4", "--tensor-parallel 2"),
+)
+"""A node in words, its preset, and further flags of `megatron-dos plan --model 13b --gpus 4`."""
+
+
+def memory_table() -> str:
+    """GPU and host memory of the 13b model on nodes of 4 GPUs, as `megatron-dos plan` computes them."""
+    rows = []
+    for node, machine, flags in NODES:
+        plan = _plan(machine, flags)
+        gpu, host = plan["gpu_memory_bytes"], plan["host_memory_bytes"]
+        without, ours = (
+            f"{_gib(gpu[which])}{', **does not fit**' if gpu[which] > gpu['there'] else ''}"
+            for which in ("without", "with")
+        )
+        rows.append((node, flags or "none", f"{_gib(gpu['there'])}", without, ours, _gib(host["with"])))
+    return table(("GPUs", "Further flags", "Each has", "Needs without", "Needs with", "Host memory of the node"), rows)
+
+
+def gain_table() -> str:
+    """Seconds of an iteration of the 13b model for several batches, ours and others, as `megatron-dos plan` says."""
+    _, machine, _ = NODES[0]
+    rows = []
+    for batch in (4, 16, 64):
+        systems = {row["name"]: row for row in _plan(machine, f"--global-batch-size {batch}")["systems"]}
+        ours, offload, stock = (
+            systems[name] for name in ("ours", "HybridDeviceOptimizer", "states on the GPU: stock Megatron")
+        )
+        gain = f"{offload['iteration_s'] / ours['iteration_s']:.2f} x"
+        updates = f"{ours['update_s']:.2f} s, {offload['update_s']:.2f} s"
+        iterations = (f"{system['iteration_s']:.2f} s" for system in (ours, offload))
+        rows.append((str(batch), updates, *iterations, gain, f"{stock['iteration_s']:.2f} s"))
+    rival = "`--optimizer-cpu-offload`"
+    header = ("Update: ours, offload", "Iteration: ours", f"{rival}, overlapping", "Gain", "Stock, were there room")
+    return table(("Global batch", *header), rows)
 
 
 def adam_table() -> str:
@@ -103,6 +149,19 @@ def reproduced_table() -> str:
     )
 
 
+@functools.cache
+def _plan(machine: str, flags: str) -> dict[str, Any]:
+    """What `megatron-dos plan --model 13b --gpus 4` prints with --json."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        cli.main(["plan", "--model", "13b", "--gpus", "4", "--machine", machine, "--json", *flags.split()])
+    return json.loads(printed.getvalue())
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.1f} GiB"
+
+
 def _csv(name: str) -> list[dict[str, str]]:
     with (RESULTS / f"{name}.csv").open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
@@ -115,34 +174,34 @@ def _cells(page: Path, first: str) -> list[list[str]]:
     return [row for row in rows if re.fullmatch(first, row[0])]
 
 
-TABLES = {
-    "flags": flags_table,
-    "refusals": refusals_table,
-    "reproduced": reproduced_table,
-    "adam": adam_table,
-    "step": step_table,
+PAGES = {
+    ROOT / "README.md": {"memory": memory_table, "gain": gain_table, "reproduced": reproduced_table},
+    DOCS / "flags-and-limits.md": {"flags": flags_table, "refusals": refusals_table},
+    DOCS / "benchmarks.md": {"adam": adam_table, "step": step_table},
 }
+"""Page -> name of a table in its marker comments -> what makes it."""
 
 
-def with_tables(text: str) -> str:
-    """`text` with each table between its two marker comments written anew.
+def with_tables(page: Path, text: str) -> str:
+    """`text` of `page`, with each of its tables between two marker comments written anew.
 
     Raises ValueError when the markers of a table are not there exactly once.
     """
-    for name, make in TABLES.items():
+    for name, make in PAGES[page].items():
         begin, end = f"<!-- {name}: written by `make readme` -->", f"<!-- end of {name} -->"
         if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-            raise ValueError(f"README.md needs the markers {begin!r} and {end!r}, in this order, once")
+            raise ValueError(f"{page.name} needs the markers {begin!r} and {end!r}, in this order, once")
         before, rest = text.split(begin)
         text = f"{before}{begin}\n{make()}\n{end}{rest.split(end)[1]}"
     return text
 
 
 def main() -> None:
-    old = README.read_text(encoding="utf-8")
-    new = with_tables(old)
-    README.write_text(new, encoding="utf-8")
-    print("README.md: " + ("unchanged" if new == old else "tables written"))
+    for page in PAGES:
+        old = page.read_text(encoding="utf-8")
+        new = with_tables(page, old)
+        page.write_text(new, encoding="utf-8")
+        print(f"{page.relative_to(ROOT)}: " + ("unchanged" if new == old else "tables written"))
 
 
 if __name__ == "__main__":

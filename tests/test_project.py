@@ -1,4 +1,4 @@
-"""Promises of the project as a whole: what imports what, and that README.md says what the code does."""
+"""Promises of the project as a whole: what imports what, and that README.md and docs/ say what the code does."""
 
 from __future__ import annotations
 
@@ -137,8 +137,10 @@ def text() -> str:
 
 
 class TestReadme:
-    def test_tables_are_those_of_the_code(self, text):
-        assert readme_tables.with_tables(text) == text, "README.md is out of date: run `make readme` and commit"
+    @pytest.mark.parametrize("page", readme_tables.PAGES, ids=lambda page: page.name)
+    def test_tables_are_those_of_the_code(self, page):
+        text = page.read_text(encoding="utf-8")
+        assert readme_tables.with_tables(page, text) == text, f"{page.name} is out of date: run `make readme`, commit"
 
     def test_make_commands_exist(self, text):
         code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, re.DOTALL))
@@ -152,9 +154,25 @@ class TestReadme:
         outside = ("demo-output/", "build/", "megatron/")  # outputs of a run, and Megatron's own tree
         assert not {path for path in named if not path.startswith(outside) and not (ROOT / path).exists()}
 
+    def test_every_page_of_docs_is_in_the_index(self, text):
+        index = text.split("## Documentation")[1].split("\n## ")[0]
+        pages = {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")}
+        assert pages <= set(re.findall(r"\]\(([^)]+)\)", index))
+
+    @pytest.mark.parametrize("page", readme_tables.PAGES, ids=lambda page: page.name)
+    def test_links_lead_to_sections_that_exist(self, page):
+        links = re.findall(r"\]\(([^):]*?)(?:#([^)]+))?\)", page.read_text(encoding="utf-8"))
+        assert links
+        for path, section in links:
+            target = page.parent / path if path else page
+            assert target.exists(), path
+            if section:
+                titles = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+                assert section in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}, section
+
     def test_lost_markers_are_an_error(self):
-        with pytest.raises(ValueError, match="markers"):
-            readme_tables.with_tables("no markers here")
+        with pytest.raises(ValueError, match=r"README\.md needs the markers"):
+            readme_tables.with_tables(ROOT / "README.md", "no markers here")
 
 
 def test_every_make_target_explains_itself():
