@@ -33,7 +33,7 @@ soak: setup ## train for 2,000 steps with checkpoints, changing shares and skips
 lint: setup ## check the Python code with ruff
 	@$(RUN) -m ruff check .
 
-readme: setup ## write the flags table of README.md anew from the code
+readme: setup ## write the tables of README.md and docs/ anew from the code
 	@$(RUN) scripts/readme_tables.py
 
 reproduce: setup ## compare the published measurements with the performance model, write the tables of docs/performance.md
