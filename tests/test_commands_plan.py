@@ -389,6 +389,11 @@ class TestLaunch:
         assert of_script("--use-distributed-optimizer")["launch"][0] == "--use-deep-optimizer-states"
         assert not [note for note in of_script(self.USES)["notes"] if "--use-d" in note]
 
+    def test_known_model_lacks_nothing_and_is_checked_all_the_same(self, plan):
+        assert not [note for note in plan(*ARGUMENTS)["notes"] if "refuse" in note]
+        (note,) = [note for note in plan(*ARGUMENTS, "--optimizer", "sgd")["notes"] if "refuse" in note]
+        assert "does not work with --optimizer sgd" in note
+
     def test_flags_that_are_not_used_are_listed(self, of_script):
         notes = of_script(f"{self.USES} --dos-gpu-kernel torch --dos-trace-dir there --save here")["notes"]
         assert "not used by this estimate: --lr, --save, --dos-gpu-kernel, --dos-trace-dir" in notes
