@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = [
+    "AUTOMATIC_EARLY_SLOTS",
     "EARLY_GRADS_REFUSALS",
     "REFUSALS",
     "DosOptions",
@@ -37,6 +38,9 @@ __all__ = [
     "validate_config",
     "validate_optimizer",
 ]
+
+AUTOMATIC_EARLY_SLOTS = 4
+"""Host slots for grads that are sent in the backward pass, where --dos-early-grad-slots is 0."""
 
 _FLAG = "--use-deep-optimizer-states"
 _EARLY = "--dos-overlap-grad-d2h on"

@@ -27,7 +27,13 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megatron_dos import parameter_file
-from megatron_dos.arguments import DosOptions, UnsupportedOptionError, can_send_grads_early, validate_optimizer
+from megatron_dos.arguments import (
+    AUTOMATIC_EARLY_SLOTS,
+    DosOptions,
+    UnsupportedOptionError,
+    can_send_grads_early,
+    validate_optimizer,
+)
 from megatron_dos.calibration import cached_machine
 from megatron_dos.checkpoint import (
     CheckpointError,
@@ -57,9 +63,6 @@ __all__ = ["DeepStatesOptimizer", "HostAdam", "make_device"]
 
 # Layouts of the states in a distributed checkpoint that are always read into the states themselves.
 LOADED_IN_PLACE = ("dp_reshardable", "fully_sharded_model_space")
-# Host slots for grads that are sent in the backward pass, when the user names no number.
-EARLY_SLOTS = 4
-
 # Every subgroup costs some bookkeeping in each step; beyond this many it would be felt.
 MOST_SUBGROUPS = 1 << 16
 
@@ -335,7 +338,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
         if device.shares_memory:
             engine_options = replace(engine_options, host_slots=0)
         elif sends_early:
-            engine_options = replace(engine_options, early_slots=options.dos_early_grad_slots or EARLY_SLOTS)
+            engine_options = replace(engine_options, early_slots=options.dos_early_grad_slots or AUTOMATIC_EARLY_SLOTS)
         _announce(subgroups, engine_options, first.reason, options.dos_early_grad_slots)
         self._engine = UpdateEngine(
             subgroups,

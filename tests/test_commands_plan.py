@@ -9,7 +9,6 @@ from fractions import Fraction
 import pytest
 
 from megatron_dos import cli, perf_model, rivals
-from megatron_dos.commands import scenario
 from megatron_dos.machine import preset
 
 ARGUMENTS = ["plan", "--model", "20b", "--gpus", "4", "--tensor-parallel", "2", "--machine", "h100-pcie5"]
@@ -416,11 +415,6 @@ class TestLaunch:
             found = of_script(f"{overlap} {cannot}")
             assert found["systems"] == few["systems"]
             assert not any("may be sent in the backward pass" in note for note in found["notes"])
-
-    def test_automatic_slots_are_those_of_training(self):
-        from megatron_dos.optimizer import EARLY_SLOTS
-
-        assert scenario.AUTOMATIC_EARLY_SLOTS == EARLY_SLOTS
 
 
 class TestMemoryOfEachWay:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_dos import calibration
-from megatron_dos.arguments import DosOptions
+from megatron_dos.arguments import AUTOMATIC_EARLY_SLOTS, DosOptions
 from megatron_dos.commands import CommandError
 from megatron_dos.commands.megatron_flags import Job
 from megatron_dos.commands.models import Stage, stages, total_parameters
@@ -41,8 +41,6 @@ _DEFAULT_MACHINE = "h100-pcie5"
 MOST_PARAMETERS = 10**14
 _MOST_OWNED = 10**11
 _MOST_SUBGROUPS = 3_000
-AUTOMATIC_EARLY_SLOTS = 4
-"""What training makes of --dos-early-grad-slots 0 where grads can be sent early."""
 
 
 @dataclass(frozen=True)
