@@ -286,6 +286,29 @@ def _let_chains_stream() -> None:
     ChainedOptimizer.load_parameter_state = load_parameter_state
 
 
+def _refuse_mimo() -> None:
+    """Have Megatron's optimizer of a MimoModel refuse deep-states optimizers: it clips grads itself, and looks for them
+    where these are not."""
+    from megatron.core.models.mimo.optimizer import MimoOptimizer  # which imports what imports this module
+
+    if getattr(MimoOptimizer.__init__, "_refuses_deep_states", False):
+        return
+    init = MimoOptimizer.__init__
+
+    @functools.wraps(init)
+    def refusing(self: MimoOptimizer, module_infos: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        for info in module_infos.values():
+            if any(isinstance(one, DeepStatesOptimizer) for one in getattr(info.optimizer, "chained_optimizers", [])):
+                raise UnsupportedOptionError(
+                    "--use-deep-optimizer-states does not work with a MimoModel: its optimizer clips grads itself, and "
+                    "would clip none of these. Drop --use-deep-optimizer-states"
+                )
+        init(self, module_infos, *args, **kwargs)
+
+    refusing._refuses_deep_states = True
+    MimoOptimizer.__init__ = refusing
+
+
 class DeepStatesOptimizer(DistributedOptimizer):
     """Megatron's distributed optimizer with FP32 master params, exp_avg and exp_avg_sq in host memory.
 
@@ -356,6 +379,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
         self._loads_whole_tensors = False  # of a fully reshardable checkpoint, in the load that goes on
         self._tensors_to_load: dict[str, tuple[int, ...] | None] = {}  # by all data-parallel ranks together
         _let_chains_stream()
+        _refuse_mimo()
         if sends_early:
             EarlyGrads(model_chunks, self.buffers, self._engine, self._grad_of)
         self._deferred = DeferredGrads(fp32_too=sends_early)

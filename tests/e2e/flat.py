@@ -434,6 +434,19 @@ def a_step_that_fails_in_the_middle(filename: str) -> dict[str, Any]:
     return {**messages, "after a load": message(lambda: run.step(random_grads(2)))}
 
 
+def in_a_mimo_optimizer(deep: bool) -> str:
+    """Why an optimizer cannot be a part of that of a MimoModel; nothing if it can."""
+    from megatron.core.models.mimo.optimizer import MimoOptimizer, ModuleOptimizerInfo
+
+    FlatRun()  # whatever is changed in Megatron then concerns deep states alone
+    run = FlatRun(deep=deep)
+    try:
+        MimoOptimizer({"language": ModuleOptimizerInfo(run.optimizer, None, None, True)}, run.optimizer.config)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def state_dict_of_an_empty_rank() -> dict[str, Any]:
     """Before any step, and after one: the saved step and groups, which must be plain values."""
     run = FlatRun("bfloat16")

@@ -97,6 +97,13 @@ def test_states_that_are_moved_off_the_device_leave_nothing_there(megatron):
     assert every_rank(megatron, "resident_states_that_leave_the_device") == [[True] * 3] * 2
 
 
+def test_the_optimizer_of_a_mimo_model_which_clips_grads_itself_is_refused(megatron):
+    (refused,) = every_rank(megatron, "in_a_mimo_optimizer", 1, deep=True)
+    assert "does not work with a MimoModel" in refused
+    assert "Drop --use-deep-optimizer-states" in refused
+    assert every_rank(megatron, "in_a_mimo_optimizer", 1, deep=False) == [""]
+
+
 def test_a_step_that_fails_in_the_middle_is_the_last_before_a_load(megatron, tmp_path):
     (rank,) = every_rank(megatron, "a_step_that_fails_in_the_middle", 1, filename=str(tmp_path / "states.pt"))
     assert rank["failing"] == "out of luck"
