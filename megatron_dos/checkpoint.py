@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.planner import LoadItemType
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_dos.kernels.threads import ranks_on_node
@@ -207,25 +207,31 @@ def _watch_reader() -> None:
 
     @functools.wraps(read_data)
     def watched(self: FileSystemReader, plan: Any, planner: Any) -> Any:
-        loads = list(_loading)
-        if not loads:
-            return read_data(self, plan, planner)
-        _require_whole_files(self.path, self.storage_data)
+        if _loading:
+            _require_whole_files(self.path, self.storage_data)
+        # A load may be made of several reads. One that was given up may be followed by another, without these states.
+        reads_states = any(map(_is_of_states, plan.items))
+        loads = list(_loading) if reads_states else []
         for load in loads:
             _require_tensors(planner.metadata.state_dict_metadata, load.tensors)
-        in_place = any(item.type is not LoadItemType.BYTE_IO for item in plan.items)
-        for load in loads if in_place else ():
+        for load in loads:
             load.read("a checkpoint was read into the optimizer states, and its load did not come to its end")
         try:
             return read_data(self, plan, planner)
         except BaseException as error:
-            for load in loads if in_place else ():
+            for load in loads:
                 load.read(f"reading a checkpoint into the optimizer states failed in the middle ({error})")
                 load.end()
             raise
 
     watched._watched_by_megatron_dos = True
     FileSystemReader.read_data = watched
+
+
+def _is_of_states(item: ReadItem) -> bool:
+    """Whether what is read is a part of a state, by Megatron's names for them."""
+    is_tensor = item.type is not LoadItemType.BYTE_IO
+    return is_tensor and bool(re.search(r"(^|\.)optimizer\.(state|distributed)\.", item.dest_index.fqn))
 
 
 def _require_whole_files(folder: Any, storage_data: dict[Any, Any]) -> None:
@@ -255,7 +261,8 @@ def _require_tensors(held: Mapping[str, Any], wanted: Mapping[str, tuple[int, ..
     Raises:
         CheckpointError: names the tensor.
     """
-    shapes = {re.sub(r"^chained_\d+\.", "", key): getattr(tensor, "size", None) for key, tensor in held.items()}
+    # Optimizers of a chain may have a prefix of their own.
+    shapes = {key[max(key.find("optimizer.state."), 0) :]: getattr(held[key], "size", None) for key in held}
     for key, shape in wanted.items():
         if key not in shapes:
             raise CheckpointError(

@@ -561,7 +561,9 @@ class DeepStatesOptimizer(DistributedOptimizer):
         """Adds to the base: a load that reads into the states themselves is watched, see `checkpoint`."""
         if self.is_stub_optimizer:
             return super().sharded_state_dict(model_sharded_state_dict or {}, is_loading, *args, **kwargs)
-        if not is_loading:
+        if is_loading:
+            self._loads.end()  # of one that was given up
+        else:
             self.require_whole_states("save")
         half_loaded = self._half_loaded
         state_dict = super().sharded_state_dict(model_sharded_state_dict or {}, is_loading, *args, **kwargs)

@@ -96,8 +96,19 @@ def empty_groups_have_no_step(replace: Replace = setattr) -> None:
 
 def loads_leave_the_masters_behind(replace: Replace = setattr) -> None:
     """Case 3: the moments are loaded, the masters are not."""
+    from megatron_dos import parameter_file
     from megatron_dos.optimizer import DeepStatesOptimizer
 
+    load_content = parameter_file.load_content
+
+    def load_moments(owners: Any, *args: Any) -> None:
+        kept = [[one._engine.owner_states(i)["master"].clone() for i in range(len(one._shards))] for one in owners]
+        load_content(owners, *args)
+        for one, masters in zip(owners, kept, strict=True):
+            for owner, master in enumerate(masters):
+                one._engine.write_owner_states(owner, {"master": master})
+
+    replace(parameter_file, "load_content", load_moments)
     describe = DeepStatesOptimizer.sharded_state_dict
     get = DeepStatesOptimizer._get_main_param_and_optimizer_states
     put = DeepStatesOptimizer._set_main_param_and_optimizer_states

@@ -204,6 +204,9 @@ def faults(point: str, model: Any, optimizer: Any, args: Any) -> Any:
                     spoil(path)
             torch.distributed.barrier()
             attempt.load(f"{way}: {fault}", bad, way)
+            if fault == "missing" and way != "torch":
+                _reason_of(lambda bad=bad, way=way: checkpoints.load(model, optimizer, args, bad, way))
+                attempt.load(f"{way}: weights alone", good, way, no_load_optim=True)
             attempt.load(f"{way}: after {fault}", good, way)
         # Megatron compares this with the file when it has read everything.
         attempt.load(f"{way}: given up", good, way, num_attention_heads=2)
