@@ -1017,9 +1017,6 @@ def _replace_data_loading() -> None:
     torch.serialization.register_package(5, lambda storage: None, restore)
 
 
-# ---- Megatron -------------------------------------------------------------------------------------------------------
-
-
 class _Works:
     """What waits for several collectives."""
 
@@ -1049,6 +1046,9 @@ def _replace_coalesced_gather() -> None:
     for name in ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"):  # the second from torch 2.14 on
         if hasattr(group_type, name):
             setattr(group_type, name, one_by_one)
+
+
+# ---- Megatron -------------------------------------------------------------------------------------------------------
 
 
 def adapt_megatron() -> None:

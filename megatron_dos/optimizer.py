@@ -61,7 +61,7 @@ from megatron_dos.tuner import FirstChoice, first_choice
 
 __all__ = ["DeepStatesOptimizer", "HostAdam", "make_device"]
 
-# Layouts of the states in a distributed checkpoint that are always read into the states themselves.
+# Layouts of the states in a distributed checkpoint that the base reads into the states themselves.
 LOADED_IN_PLACE = ("dp_reshardable", "fully_sharded_model_space")
 # Every subgroup costs some bookkeeping in each step; beyond this many it would be felt.
 MOST_SUBGROUPS = 1 << 16
@@ -377,7 +377,6 @@ class DeepStatesOptimizer(DistributedOptimizer):
         self._loads = LoadsInPlace(self._refuse_until_loaded)
         self._half_loaded = ""  # why no step is possible, or nothing
         self._loads_whole_tensors = False  # of a fully reshardable checkpoint, in the load that goes on
-        self._tensors_to_load: dict[str, tuple[int, ...] | None] = {}  # by all data-parallel ranks together
         _let_chains_stream()
         _refuse_mimo()
         if sends_early:
@@ -568,10 +567,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
         half_loaded = self._half_loaded
         state_dict = super().sharded_state_dict(model_sharded_state_dict or {}, is_loading, *args, **kwargs)
         self._half_loaded = half_loaded  # a load starts with what the optimizer has, through load_state_dict
-        layout = state_dict["param_state_sharding_type"]
-        if is_loading and layout == "fully_reshardable" and not self._loads_whole_tensors:
-            self._loads.begin(self._tensors_to_load)
-        elif is_loading and layout in LOADED_IN_PLACE:
+        if is_loading and state_dict["param_state_sharding_type"] in LOADED_IN_PLACE:
             self._loads.begin({})  # of these, every rank has tensors of its own
         return state_dict
 
@@ -597,8 +593,9 @@ class DeepStatesOptimizer(DistributedOptimizer):
         self._loads_whole_tensors = not may_be_cut() or None in slices.values()
         if self._loads_whole_tensors:
             return super().sharded_param_state_fully_reshardable(model_sharded_state_dict, is_loading, metadata)
-        every_slice = itertools.chain.from_iterable(slices.values())
-        self._tensors_to_load = tensors_of(every_slice, ("param", *self.optimizer_state_keys))
+        if is_loading:
+            every_slice = itertools.chain.from_iterable(slices.values())
+            self._loads.begin(tensors_of(every_slice, ("param", *self.optimizer_state_keys)))
         param_state = {}
         for index, param in enumerate(self._numbered_params()):
             if param not in self._owner_of:

@@ -19,7 +19,7 @@ import flat
 import mutations
 import numpy as np
 import torch
-from flat import FlatRun, Oracle, decays_of, random_grads
+from flat import FlatRun, Oracle, decays_of, load_states, random_grads, save_states
 from hooks import use_adversarial_device
 from rank_main import distributed_optimizers
 
@@ -273,32 +273,13 @@ def params_kept_in_fp32(folder: str, steps: int = 3) -> dict[str, Any]:
         run.step(random_grads(step))
         oracle.step(step, random_grads(step), decays)
     kept = [run.params[index] for index in flat.KEPT_IN_FP32]
-    save(run, Path(folder))
+    save_states(run, Path(folder))
     return {
         "differences": oracle.differences(run),
         "dtypes": [str(param.dtype) for param in kept],
         "have more than bf16": [not same(param, param.bfloat16().float()) for param in kept],
-        "loaded": other_states(load(FlatRun("bfloat16", seed=1), Path(folder)), run.states()),
+        "loaded": other_states(load_states(FlatRun("bfloat16", seed=1), Path(folder)), run.states()),
     }
-
-
-def save(run: FlatRun, folder: Path) -> None:
-    """Save the optimizer's states into an empty folder."""
-    from checkpoint_faults import sharded
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    filesystem_async.get_write_results_queue("fork")
-    dist_checkpointing.save(sharded(run), str(folder), content_metadata={})
-
-
-def load(run: FlatRun, folder: Path) -> FlatRun:
-    """Load them into another one."""
-    from checkpoint_faults import sharded
-    from megatron.core import dist_checkpointing
-
-    run.optimizer.load_state_dict(dist_checkpointing.load(sharded(run, True), str(folder))["optimizer"])
-    return run
 
 
 def parse(command_lines: dict[str, list[str]]) -> dict[str, str]:
@@ -428,7 +409,7 @@ def resident_size_over_saves(folder: str, saves: int) -> list[int]:
         run.step(random_grads(number))
         target = Path(folder) / str(number)
         target.mkdir()
-        save(run, target)
+        save_states(run, target)
         shutil.rmtree(target)
         gc.collect()
         sizes.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)

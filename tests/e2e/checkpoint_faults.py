@@ -16,7 +16,7 @@ from typing import Any
 
 import checkpoints
 import torch
-from flat import FlatRun, random_grads
+from flat import FlatRun, load_states, random_grads, sharded
 
 STEPS_BEFORE = 2
 
@@ -103,14 +103,8 @@ def written_while_stepping(
     gate.touch()
     queue.maybe_finalize_async_calls(blocking=True)
     queue.close()
-    run.optimizer.load_state_dict(dist_checkpointing.load(sharded(run, True, layout), str(target))["optimizer"])
+    load_states(run, target, layout)
     return {"in_file": differences(run, expected), "went_on": went_on, "step": run.inner.optimizer.step_count}
-
-
-def sharded(run: FlatRun, is_loading: bool = False, layout: str = "dp_reshardable") -> dict[str, Any]:
-    metadata = {"distrib_optim_sharding_type": layout, "chained_optim_avoid_prefix": True}
-    state_dict = run.optimizer.sharded_state_dict(run.sharded_model(), is_loading=is_loading, metadata=metadata)
-    return {"optimizer": state_dict}
 
 
 def differences(run: FlatRun, expected: list[dict[str, torch.Tensor] | None]) -> list[str]:
@@ -205,7 +199,7 @@ def faults(point: str, model: Any, optimizer: Any, args: Any) -> Any:
             torch.distributed.barrier()
             attempt.load(f"{way}: {fault}", bad, way)
             if fault == "missing" and way != "torch":
-                _reason_of(lambda bad=bad, way=way: checkpoints.load(model, optimizer, args, bad, way))
+                reason_of(lambda bad=bad, way=way: checkpoints.load(model, optimizer, args, bad, way))
                 attempt.load(f"{way}: weights alone", good, way, no_load_optim=True)
             attempt.load(f"{way}: after {fault}", good, way)
         # Megatron compares this with the file when it has read everything.
@@ -279,22 +273,22 @@ class _Attempts:
     def load(self, name: str, folder: Path, way: str, **arguments: Any) -> None:
         self._try(name, lambda: checkpoints.load(*self._run(), folder, way, **arguments))
         outcome = self.outcomes[name]
-        outcome["step"] = _reason_of(lambda: _step_with_no_grads(self._model, self._optimizer))
+        outcome["step"] = reason_of(lambda: _step_with_no_grads(self._model, self._optimizer))
         if outcome["step"]:
-            outcome["save"] = _reason_of(lambda: checkpoints.save(*self._run(), folder.parent / "never", way, 7))
+            outcome["save"] = reason_of(lambda: checkpoints.save(*self._run(), folder.parent / "never", way, 7))
 
     def _run(self) -> tuple[Any, Any, Any]:
         return self._model, self._optimizer, self._args
 
     def _try(self, name: str, what: Callable[[], None]) -> None:
         before = checkpoints.local_digest(self._model, self._optimizer)
-        error = _reason_of(what)
+        error = reason_of(what)
         after = checkpoints.local_digest(self._model, self._optimizer)
         self.outcomes[name] = {"error": error, "changed": [key for key in before if before[key] != after[key]],
                                "after": after}  # fmt: skip
 
 
-def _reason_of(what: Callable[[], Any]) -> str:
+def reason_of(what: Callable[[], Any]) -> str:
     """Everything that the error says, or nothing."""
     try:
         what()

@@ -9,8 +9,8 @@ from typing import Any
 
 import flat
 import torch
-from checkpoint_faults import differences, sharded
-from flat import FlatRun, random_grads
+from checkpoint_faults import differences
+from flat import FlatRun, load_states, random_grads, save_states
 
 
 def offload_between_steps(point: str, model: Any, optimizer: Any, args: Any) -> None:
@@ -39,17 +39,11 @@ def torch_is_too_old() -> None:
 def trained_on_after_a_load(folder: str) -> list[str]:
     """Save a model that is so small that ranks own nothing, load it into another and step; what differs from stepping
     at once."""
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    filesystem_async.get_write_results_queue("fork")
     flat.SHAPES, flat.KEPT_IN_FP32 = ((2, 2),), ()
     run, layout = FlatRun("bfloat16"), "fully_reshardable"
     run.step(random_grads(1))
-    dist_checkpointing.save(sharded(run, layout=layout), folder, content_metadata={})
-    other = FlatRun("bfloat16", seed=1)
-    loaded = dist_checkpointing.load(sharded(other, is_loading=True, layout=layout), folder)
-    other.optimizer.load_state_dict(loaded["optimizer"])
+    save_states(run, Path(folder), layout)
+    other = load_states(FlatRun("bfloat16", seed=1), Path(folder), layout)
     for each in (run, other):
         each.step(random_grads(2))
     return [*differences(other, run.states()), f"owns {sum(one is not None for one in run.states())}"]
@@ -57,10 +51,6 @@ def trained_on_after_a_load(folder: str) -> list[str]:
 
 def files_of_two_saves(folder: str) -> dict[str, Any]:
     """Save the same states twice, in all layouts. A hash of each file by name, and what all ranks have in common."""
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    filesystem_async.get_write_results_queue("fork")
     run = FlatRun("bfloat16")
     run.step(random_grads(1))
     first = torch.distributed.get_rank() == 0
@@ -75,7 +65,7 @@ def files_of_two_saves(folder: str) -> dict[str, Any]:
         leftover = torch.full((100_000,), float(number + 1), device="cpu")
         del leftover
         for name, layout in (("dist", "dp_reshardable"), ("reshardable", "fully_reshardable")):
-            dist_checkpointing.save(sharded(run, layout=layout), str(target / name), content_metadata={})
+            save_states(run, target / name, layout)
         run.optimizer.save_parameter_state(str(target / "distrib_optim.pt"))
         if first:
             torch.save(run.optimizer.state_dict(), target / "optimizer.pt")

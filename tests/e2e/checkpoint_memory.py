@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import shutil
 from collections.abc import Callable
@@ -42,7 +43,6 @@ def peaks(folder: str, deep: bool) -> dict[str, Any]:
     """Peaks of one rank that owns all states: per layout of the file, of a save and of a load; and how large the states
     are. The load is checked to bring the states back.
     """
-    from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     flat.SHAPES, flat.KEPT_IN_FP32 = SHAPES, ()
@@ -55,18 +55,11 @@ def peaks(folder: str, deep: bool) -> dict[str, Any]:
     expected = _sums(run)
     outcome: dict[str, Any] = {"states": 12 * sum(param.numel() for param in run.params)}
 
-    def save_dist(layout: str) -> None:
-        state_dict = {"optimizer": run.optimizer.sharded_state_dict(run.sharded_model(), metadata=_metadata(layout))}
-        dist_checkpointing.save(state_dict, str(Path(folder) / layout), content_metadata={})
-
-    def load_dist(layout: str) -> None:
-        wanted = run.optimizer.sharded_state_dict(run.sharded_model(), is_loading=True, metadata=_metadata(layout))
-        loaded = dist_checkpointing.load({"optimizer": wanted}, str(Path(folder) / layout))
-        run.optimizer.load_state_dict(loaded["optimizer"])
-
     file = Path(folder) / "distrib_optim.pt"
-    cases: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
-        layout: (lambda layout=layout: save_dist(layout), lambda layout=layout: load_dist(layout))
+    cases: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        layout: tuple(
+            functools.partial(what, run, Path(folder) / layout, layout) for what in (flat.save_states, flat.load_states)
+        )
         for layout in ("dp_reshardable", "fully_reshardable")
     }
     cases["torch"] = (
@@ -80,14 +73,6 @@ def peaks(folder: str, deep: bool) -> dict[str, Any]:
         outcome[name] = {"save": saved, "load": peak_of(load), "loaded": _sums(run) == expected}
         shutil.rmtree(Path(folder) / name)
     return outcome
-
-
-def _metadata(layout: str) -> dict[str, Any]:
-    return {
-        "distrib_optim_sharding_type": layout,
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-        "chained_optim_avoid_prefix": True,
-    }
 
 
 def _tensors(run: flat.FlatRun) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ here that a test calls takes and returns plain values and tensors, and runs in e
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,31 @@ class FlatRun:
             kept = {key: tensors[key].detach().cpu().clone() for key in ("param", "exp_avg", "exp_avg_sq")}
             found.append({"range": torch.tensor([owned.start, owned.end]), **kept})
         return found
+
+
+def sharded(run: FlatRun, is_loading: bool = False, layout: str = "dp_reshardable") -> dict[str, Any]:
+    """What is saved of the optimizer in a distributed checkpoint, or wanted from one."""
+    metadata = {"distrib_optim_sharding_type": layout, "chained_optim_avoid_prefix": True}
+    state_dict = run.optimizer.sharded_state_dict(run.sharded_model(), is_loading=is_loading, metadata=metadata)
+    return {"optimizer": state_dict}
+
+
+def save_states(run: FlatRun, folder: Path, layout: str = "dp_reshardable") -> None:
+    """Save the optimizer's states into an empty folder."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async.get_write_results_queue("fork")  # Megatron would spawn it, which takes seconds
+    dist_checkpointing.save(sharded(run, layout=layout), str(folder), content_metadata={})
+
+
+def load_states(run: FlatRun, folder: Path, layout: str = "dp_reshardable") -> FlatRun:
+    """Load them into another one."""
+    from megatron.core import dist_checkpointing
+
+    loaded = dist_checkpointing.load(sharded(run, True, layout), str(folder))
+    run.optimizer.load_state_dict(loaded["optimizer"])
+    return run
 
 
 def random_grads(seed: int, scale: float = 1.0) -> list[torch.Tensor]:

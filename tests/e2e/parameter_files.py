@@ -15,6 +15,7 @@ from typing import Any
 import checkpoint_memory
 import flat
 import torch
+from checkpoint_faults import reason_of
 from flat import FlatRun, random_grads
 
 from megatron_dos import state_stream
@@ -54,14 +55,6 @@ def bits_of(run: FlatRun) -> str:
 
 def hash_of(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def message(action: Callable[[], Any]) -> str:
-    try:
-        action()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 # ---- The same as Megatron's -----------------------------------------------------------------------------------------
@@ -159,8 +152,8 @@ def chained(folder: str) -> dict[str, Any]:
         outcome[name] = [bits_of(run) for run in runs] == expected
     before = hash_of(path)
     with full_disk(60_000):
-        outcome["full disk"] = message(lambda: chain.save_parameter_state(str(path)))
-    outcome["of one"] = message(lambda: runs[0].optimizer.load_parameter_state(str(path)))
+        outcome["full disk"] = reason_of(lambda: chain.save_parameter_state(str(path)))
+    outcome["of one"] = reason_of(lambda: runs[0].optimizer.load_parameter_state(str(path)))
     torch.distributed.barrier()
     return outcome | {"kept": hash_of(path) == before, "files": sorted(os.listdir(folder))}
 
@@ -192,10 +185,10 @@ def faults(folder: str) -> dict[str, dict[str, Any]]:
 
     def attempt(name: str, action: Callable[[], Any]) -> None:
         before = bits_of(run)
-        outcomes[name] = {"error": message(action), "states": bits_of(run) == before}
+        outcomes[name] = {"error": reason_of(action), "states": bits_of(run) == before}
         torch.distributed.barrier()
         outcomes[name] |= {"file": hash_of(path) == good, "files": sorted(os.listdir(folder))}
-        outcomes[name]["step"] = message(lambda: run.step(random_grads(2)))
+        outcomes[name]["step"] = reason_of(lambda: run.step(random_grads(2)))
 
     def save() -> None:
         run.optimizer.save_parameter_state(str(path))
