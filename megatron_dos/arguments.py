@@ -110,10 +110,6 @@ class DosOptions:
     """Which optimizer steps to trace, like 5-7 or 3,10,20-22, counted as the optimizer counts them: steps that are
     skipped have no number. Only with --dos-trace-dir."""
 
-    log_params_norm: bool = field(default=False, metadata={"of_megatron": True})
-    """Megatron's --log-params-norm, which its optimizer has to know of here: the norm is that of the FP32 master
-    parameters, and these are not on the GPU."""
-
     async_save: bool = field(default=False, metadata={"of_megatron": True})
     """Megatron's --async-save, which its optimizer has to know of here: the states then have to fit into the shared
     memory of the node once more while they are written."""

@@ -25,7 +25,7 @@ import resource
 import shutil
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ __all__ = [
     "CheckpointError",
     "Handouts",
     "LoadsInPlace",
+    "require_room_for_copies",
     "require_same_size",
     "require_shared_memory",
     "zero_padding",
@@ -59,6 +60,7 @@ class Handouts:
 
     def __init__(self) -> None:
         self._storages: list[StorageWeakRef] = []
+        self._has_room = False  # for copies, as an asynchronous save has found
         _all_handouts.add(self)
 
     def add(self, views: Iterable[torch.Tensor]) -> None:
@@ -73,16 +75,40 @@ class Handouts:
     def detach(self) -> int:
         """Give every view that is still in use its own copy of its values; returns how many bytes were copied."""
         copied = 0
-        for reference in self._storages:
-            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-            if storage is not None and not storage.is_shared():
-                storage.share_memory_()  # in place: whoever holds the storage sees the copy from now on
-                copied += storage.nbytes()
+        for storage in self._to_copy():
+            storage.share_memory_()  # in place: whoever holds the storage sees the copy from now on
+            copied += storage.nbytes()
         self._storages = []
         return copied
 
+    def require_room(self) -> None:
+        """Of the first asynchronous save, before it copies anything: see `require_shared_memory`.
+
+        Later ones may find copies there that other ranks have made already.
+        """
+        needed = 0 if self._has_room else sum(storage.nbytes() for storage in self._to_copy())
+        if needed:
+            require_shared_memory(needed)
+            self._has_room = True
+
+    def _to_copy(self) -> Iterator[torch.UntypedStorage]:
+        for reference in self._storages:
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is not None and not storage.is_shared():
+                yield storage
+
 
 _all_handouts: weakref.WeakSet[Handouts] = weakref.WeakSet()
+
+
+def require_room_for_copies() -> None:
+    """Called when an asynchronous save begins: refuse the first one whose copies would not fit into shared memory.
+
+    Raises:
+        HostMemoryError: see `require_shared_memory`.
+    """
+    for handouts in list(_all_handouts):
+        handouts.require_room()
 
 
 def _detach_all() -> None:

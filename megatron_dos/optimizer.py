@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -39,6 +40,7 @@ from megatron_dos.checkpoint import (
     CheckpointError,
     Handouts,
     LoadsInPlace,
+    require_room_for_copies,
     require_same_size,
     require_shared_memory,
     zero_padding,
@@ -50,6 +52,7 @@ from megatron_dos.engine import EngineOptions, UpdateEngine, host_bytes, residen
 from megatron_dos.kernels import AdamScalars, device_kernel
 from megatron_dos.kernels import cpu as cpu_kernel
 from megatron_dos.kernels.threads import default_threads, local_rank, ranks_on_node
+from megatron_dos.main_params import answer_main_param
 from megatron_dos.monitor import StepMonitor
 from megatron_dos.operations import StepInputs
 from megatron_dos.param_gather import EarlyParamGather, is_possible
@@ -196,12 +199,6 @@ class HostAdam(torch.optim.Optimizer):
         self.step_count = steps.pop() if steps else 0
 
 
-def _norm(master: torch.Tensor) -> torch.Tensor:
-    """L2 norm of a host shard, one FP32 element. torch's own loses digits on large tensors in host memory."""
-    norms = torch.stack([torch.norm(part) for part in master.split(1 << 20)])
-    return norms[:1] if len(norms) == 1 else norms.double().norm().float().reshape(1)
-
-
 def make_device(device: torch.device) -> Device:
     """What runs the programs of parameters on `device`."""
     return CudaDevice(device) if device.type == "cuda" else HostDevice()
@@ -284,6 +281,35 @@ def _let_chains_stream() -> None:
     save_parameter_state._streams_deep_states = True
     ChainedOptimizer.save_parameter_state = save_parameter_state
     ChainedOptimizer.load_parameter_state = load_parameter_state
+
+
+def _watch_asynchronous_saves() -> None:
+    """Have an asynchronous save look for room in shared memory, whoever starts it: `--async-save` is a flag of
+    megatron.training, and other programs have their own.
+
+    The strategy is Megatron's and made for each save, so its class is what can be hooked. It writes a synchronous save
+    with the same method. All ranks plan a save together before any of them sends something, so they find the same.
+    """
+    save, async_save = TorchDistSaveShardedStrategy.save, TorchDistSaveShardedStrategy.async_save
+    if getattr(async_save, "_looks_for_room", False):
+        return
+
+    @functools.wraps(save)
+    def at_once(self: TorchDistSaveShardedStrategy, *args: Any, **kwargs: Any) -> None:
+        self._saves_at_once = True
+        try:
+            save(self, *args, **kwargs)
+        finally:
+            self._saves_at_once = False
+
+    @functools.wraps(async_save)
+    def looking(self: TorchDistSaveShardedStrategy, *args: Any, **kwargs: Any) -> Any:
+        if not getattr(self, "_saves_at_once", False):
+            require_room_for_copies()
+        return async_save(self, *args, **kwargs)
+
+    looking._looks_for_room = True
+    TorchDistSaveShardedStrategy.save, TorchDistSaveShardedStrategy.async_save = at_once, looking
 
 
 def _refuse_mimo() -> None:
@@ -371,6 +397,9 @@ class DeepStatesOptimizer(DistributedOptimizer):
             device_kernel.select(options.dos_gpu_kernel, self._device, engine_options.threads) if owned else None,
             changing=self._changing(model_chunks) if sends_early else (),
         )
+        for owner, param in enumerate(self._owned_params):
+            if param.dtype != torch.float32:  # which is its own master, for the base
+                answer_main_param(param, self._engine, owner)
         if options.async_save:
             require_shared_memory(self._engine.states.nbytes)
         self._handouts = Handouts()
@@ -378,6 +407,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
         self._half_loaded = ""  # why no step is possible, or nothing
         self._loads_whole_tensors = False  # of a fully reshardable checkpoint, in the load that goes on
         _let_chains_stream()
+        _watch_asynchronous_saves()
         _refuse_mimo()
         if sends_early:
             EarlyGrads(model_chunks, self.buffers, self._engine, self._grad_of)
@@ -462,7 +492,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
         return grads if self.is_stub_optimizer else self._deferred.for_norm(grads)
 
     def step_with_ready_grads(self) -> bool:
-        """Adds to the base: FP32 params are adopted first; `--log-params-norm` is answered from the new masters."""
+        """Adds to the base: FP32 params are adopted first, and the update is measured."""
         if not self.is_stub_optimizer:
             self.require_whole_states("step")
             self._loads.end()  # of one that was given up before anything was read
@@ -471,7 +501,6 @@ class DeepStatesOptimizer(DistributedOptimizer):
             return super().step_with_ready_grads()
         with self._monitor.phase("update"):
             success = super().step_with_ready_grads()
-        self._refresh_params_norm()
         self._monitor.collect()
         return success
 
@@ -499,18 +528,6 @@ class DeepStatesOptimizer(DistributedOptimizer):
                 self._engine.write_owner_states(owner, {"master": shard.detach()})
         self._fp32_params_were_set = False
 
-    def _refresh_params_norm(self) -> None:
-        """Let `main_param` of the 16-bit params hold the norm of their master shard, if the user logs the params norm.
-
-        Megatron takes the norm of the per-shard norms of `main_param`, so one element can stand in for the shard.
-        """
-        if self.is_stub_optimizer or not self.config.log_params_norm:
-            return
-        for owner, param in enumerate(self._owned_params):
-            if param.dtype != torch.float32:
-                master = self._engine.owner_states(owner)["master"]
-                param.main_param = _norm(master).to(param.device)
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Adds to the base: the step's grads that were not scaled in place are let go, its times are collected."""
         super().zero_grad(set_to_none)
@@ -531,7 +548,6 @@ class DeepStatesOptimizer(DistributedOptimizer):
             owned = self._get_model_param_range_map(param)["param"]
             source = sources.get(param, param).detach().view(-1)[owned.start : owned.end]
             self._engine.write_owner_states(owner, {"master": source})
-        self._refresh_params_norm()
 
     def _get_main_param_and_optimizer_states(self, model_param) -> dict[str, torch.Tensor]:
         """Replaces: the lookup in an inner optimizer of transformer-engine. Views of the host states, no copies."""

@@ -235,7 +235,6 @@ class TestRefusedByMegatronsParser:
     def test_supported_combinations_pass_megatrons_own_validation(self, patched_megatron, case):
         given = {
             "all options": ALL_OPTIONS,
-            "params norm": {"log_params_norm": True},
             "async save": {"async_save": True},
         }.get(case, {})
         expected = DosOptions(use_deep_optimizer_states=True, **given)

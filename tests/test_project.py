@@ -44,6 +44,7 @@ LAYERS = {
     "operations": {"engine", "kernels", "partition", "runs", "schedule", "states"},
     "early_grads": {"engine", "partition"},
     "engine": {"device", "kernels", "operations", "partition", "runs", "schedule", "states"},
+    "main_params": {"engine"},
     "measure": {"device", "perf_model", "schedule"},
     "tuner": {"device", "machine", "measure", "perf_model", "schedule"},
     "reporting": {"measure"},
@@ -51,7 +52,7 @@ LAYERS = {
     "optimizer": {
         *("arguments", "checkpoint", "device", "early_grads", "engine", "kernels", "deferred_grads", "operations"),
         *("calibration", "monitor", "param_gather", "parameter_file", "partition", "perf_model", "reshardable"),
-        *("state_stream", "tuner"),
+        *("main_params", "state_stream", "tuner"),
     },
 }
 """Module or folder of the package -> the others that it may import. What is not named here may import all but

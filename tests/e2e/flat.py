@@ -501,3 +501,83 @@ def storages_of_states() -> dict[str, Any]:
         "tensors": [tensor.numel() * tensor.element_size() for tensor in states],
         "storages": [tensor.untyped_storage().nbytes() for tensor in states],
     }
+
+
+def _norm_of_the_parameters(model: torch.nn.Module) -> float:
+    """Megatron's, for a program that never parsed Megatron's arguments."""
+    from types import SimpleNamespace
+    from unittest import mock
+
+    from megatron.training.utils import common_utils
+
+    with mock.patch.object(common_utils, "get_args", return_value=SimpleNamespace(bf16=True)):
+        return common_utils.calc_params_l2_norm(model)
+
+
+def norms_of_the_parameters(kept_in_fp32: tuple[int, ...] = KEPT_IN_FP32, answered: bool = True) -> dict[str, Any]:
+    """With ours, with states on the device, and with stock: the norm when built, after a step, after a reload of other
+    weights.
+
+    Args:
+        kept_in_fp32: instead of KEPT_IN_FP32.
+        answered: without it, `main_param` is what the base class leaves.
+    """
+    import megatron_dos.optimizer
+
+    globals()["KEPT_IN_FP32"] = kept_in_fp32
+    if not answered:
+        megatron_dos.optimizer.answer_main_param = lambda *args: None
+    found: dict[str, list[float]] = {}
+    for name, options in (("ours", {}), ("resident", {"dos_resident_share": 0.5}), ("stock", {"deep": False})):
+        run = FlatRun("bfloat16", **options)
+        norms = found[name] = [_norm_of_the_parameters(run.ddp)]
+        run.step(random_grads(1))
+        norms.append(_norm_of_the_parameters(run.ddp))
+        with torch.no_grad():
+            for index, param in enumerate(run.params):
+                param.fill_(index + 0.5)
+        run.optimizer.reload_model_params()
+        norms.append(_norm_of_the_parameters(run.ddp))
+    return found
+
+
+def saves_without_room(folder: str, watched: bool = True) -> dict[str, str]:
+    """What saves say when /dev/shm has no room, with a config that knows nothing of them.
+
+    Args:
+        watched: without it, Megatron's saves are as Megatron has them.
+    """
+    import shutil
+    from types import SimpleNamespace
+    from unittest import mock
+
+    from megatron.core import dist_checkpointing
+
+    import megatron_dos.optimizer
+
+    if not watched:
+        megatron_dos.optimizer._watch_asynchronous_saves = lambda: None
+    run = FlatRun("bfloat16")
+    run.step(random_grads(1))
+
+    def saved(name: str, free: int, asynchronous: bool = True) -> str:
+        target = Path(folder) / name
+        target.mkdir(exist_ok=True)
+        how = {"async_sharded_save": True, "async_strategy": "mcore"} if asynchronous else {}
+        torch.distributed.barrier()
+        try:
+            with mock.patch.object(shutil, "disk_usage", return_value=SimpleNamespace(free=free)):
+                request = dist_checkpointing.save(sharded(run), str(target), content_metadata={}, **how)
+            if request is not None:
+                request.execute_sync()
+        except MemoryError as error:
+            return str(error)
+        return ""
+
+    return {
+        "full": saved("full", 0),
+        "nothing was written": str(not list((Path(folder) / "full").rglob("*.distcp"))),
+        "at once": saved("at once", 0, asynchronous=False),
+        "with room": saved("room", 1 << 30),
+        "the second": saved("second", 0),
+    }

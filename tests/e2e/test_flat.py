@@ -119,3 +119,33 @@ def test_case_02_and_14_saved_step_is_one_plain_number_on_every_rank(megatron, r
     for rank in results:
         assert rank["steps"] == [[0] * groups, [1] * groups]
         assert set(rank["kinds"]) <= {"int", "float", "bool", "str", "tuple", "list", "NoneType"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("kept_in_fp32", "built"), [((2, 4), 195.1546), ((), 195.1541)], ids=["mixed", "all bf16"])
+def test_the_norm_of_the_params_is_that_of_stock_without_a_flag(megatron, ranks, kept_in_fp32, built):
+    for rank in every_rank(megatron, "norms_of_the_parameters", ranks, kept_in_fp32=kept_in_fp32):
+        assert rank["ours"] == rank["stock"]
+        assert rank["resident"] == pytest.approx(rank["stock"], rel=1e-5)
+        assert rank["stock"][0] == pytest.approx(built, abs=1e-3)
+
+
+@pytest.mark.parametrize(("kept_in_fp32", "wrong"), [((2, 4), 30.1556), ((), 0.0)], ids=["mixed", "all bf16"])
+def test_the_norm_of_the_params_would_be_that_of_the_fp32_ones_without_an_answer(megatron, kept_in_fp32, wrong):
+    """What `main_params` protects from."""
+    for rank in every_rank(megatron, "norms_of_the_parameters", kept_in_fp32=kept_in_fp32, answered=False):
+        assert rank["ours"][0] == pytest.approx(wrong, abs=1e-3)
+        assert rank["ours"] != rank["stock"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_first_asynchronous_save_looks_for_room_whoever_starts_it(megatron, ranks, tmp_path):
+    for rank in every_rank(megatron, "saves_without_room", ranks, folder=str(tmp_path)):
+        assert "--async-save sends 0.00 GiB of optimizer states a rank through /dev/shm" in rank["full"]
+        assert rank["nothing was written"] == "True"
+        assert [rank[name] for name in ("at once", "with room", "the second")] == [""] * 3
+
+
+def test_without_looking_an_asynchronous_save_would_begin(megatron, tmp_path):
+    for rank in every_rank(megatron, "saves_without_room", folder=str(tmp_path), watched=False):
+        assert rank["full"] == ""
