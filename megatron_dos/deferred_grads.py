@@ -24,6 +24,8 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron_dos.kernels.fp_environment import ieee_environment
+
 __all__ = ["DeferredGrads"]
 
 
@@ -42,6 +44,7 @@ class DeferredGrads:
         self._inv_scale: torch.Tensor | None = None
         self._unscale = 1.0
 
+    @ieee_environment()
     def collect(self, shards: Sequence[torch.Tensor], inv_scale: torch.Tensor | None, count_zeros: bool) -> None:
         """Take grads of `shards` and put stand-ins into their `decoupled_grad` attribute.
 
@@ -101,6 +104,7 @@ class DeferredGrads:
             return torch.norm(grad.float() * self._inv_scale).reshape(1)
         return grad if grad.dtype == torch.float32 else torch.norm(grad.float()).reshape(1)
 
+    @ieee_environment()
     def factors(self) -> dict[int, tuple[float, float]]:
         """Shard index -> the inverse loss scale and the factor by which Megatron clipped the grad, or 1.0.
 

@@ -51,6 +51,7 @@ from megatron_dos.early_grads import EarlyGrads, may_change
 from megatron_dos.engine import EngineOptions, UpdateEngine, host_bytes, resident_parameters, staging_bytes
 from megatron_dos.kernels import AdamScalars, device_kernel
 from megatron_dos.kernels import cpu as cpu_kernel
+from megatron_dos.kernels.fp_environment import ieee_environment
 from megatron_dos.kernels.threads import default_threads, local_rank, ranks_on_node
 from megatron_dos.main_params import answer_main_param
 from megatron_dos.monitor import StepMonitor
@@ -124,6 +125,7 @@ class HostAdam(torch.optim.Optimizer):
         self.state = _LiveStates(engine, owners)
 
     @torch.no_grad()
+    @ieee_environment()
     def step(self, closure: None = None) -> None:
         """Update all states and params from the grads in the shards' `decoupled_grad`.
 

@@ -27,7 +27,7 @@ LAYERS = {
     "reservations": set(),
     "states": {"kernels", "reservations"},
     "checkpoint": {"kernels", "states"},
-    "deferred_grads": set(),
+    "deferred_grads": {"kernels"},
     "param_gather": {"partition"},
     "reshardable": set(),
     "arguments": set(),

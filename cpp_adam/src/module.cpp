@@ -10,10 +10,13 @@
 #include <initializer_list>
 #include <limits>
 #include <memory>
+#include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "footprint.h"
+#include "fp_environment.h"
 #include "kernels.h"
 #include "pool.h"
 #include "slab.h"
@@ -203,7 +206,8 @@ dos::Update update_from(PyObject* given, const dos::Scalars& scalars, int64_t pi
   return u;
 }
 
-std::vector<dos::Update> updates_from(const py::list& pieces) {
+// Not inlined: no conversion of a scalar may move past the change of the floating-point mode around the call.
+[[gnu::noinline]] std::vector<dos::Update> parse(const py::list& pieces) {
   std::vector<dos::Update> updates;
   updates.reserve(pieces.size());
   py::object parsed;  // pieces of one param group share one AdamScalars
@@ -227,6 +231,25 @@ std::vector<dos::Update> updates_from(const py::list& pieces) {
   for (dos::Update& update : updates) update.stream_out = total >= kStreamFrom;
   return updates;
 }
+
+// A scalar may be denormal in float32, which the caller's mode may flush when it is rounded or looked at.
+std::vector<dos::Update> updates_from(const py::list& pieces) {
+  const dos::IeeeEnvironment environment;
+  return parse(pieces);
+}
+
+// An IeeeEnvironment for Python's `with`.
+class PyIeeeEnvironment {
+ public:
+  void enter() {
+    if (held_) throw std::runtime_error("IeeeEnvironment: it has been entered already");
+    held_.emplace();
+  }
+  void exit(const py::args&) { held_.reset(); }
+
+ private:
+  std::optional<dos::IeeeEnvironment> held_;
+};
 
 dos::RangeKernel active_kernel() { return active_isa.load()->update_range; }
 
@@ -325,6 +348,12 @@ PYBIND11_MODULE(_cpp_adam, m) {
       "Names of the instruction sets that this build and CPU support, best first.");
   m.def("set_isa", &set_isa, py::arg("name"),
         "Use another instruction set from now on (tests and benchmarks; MEGATRON_DOS_ISA is the user's way).");
+
+  py::class_<PyIeeeEnvironment>(m, "IeeeEnvironment",
+                                "Within `with`, the running thread keeps denormals and rounds to nearest even.")
+      .def(py::init<>())
+      .def("__enter__", &PyIeeeEnvironment::enter)
+      .def("__exit__", &PyIeeeEnvironment::exit);
 
   py::class_<PyTicket>(m, "Ticket", "A submitted job. Dropping it waits for the job.")
       .def("poll", &PyTicket::poll, "Whether the job is done; never blocks.")

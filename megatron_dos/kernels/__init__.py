@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_dos.kernels.fp_environment import ieee_environment
+
 __all__ = ["AdamScalars", "DType"]
 
 
@@ -56,6 +58,7 @@ class AdamScalars:
     l2_mode: bool
 
     @classmethod
+    @ieee_environment()
     def at_step(
         cls,
         step: int,

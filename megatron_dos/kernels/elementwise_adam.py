@@ -13,11 +13,15 @@ import numpy as np
 import torch
 
 from megatron_dos.kernels import AdamScalars, operands
+from megatron_dos.kernels.fp_environment import ieee_environment
 
 __all__ = ["adamw"]
 
 # Elements at a time, so that the temporaries stay below 100 MB. A GPU is busy with far fewer.
 _CHUNK = 1 << 22
+
+# The same in host memory: so few that torch leaves them to the calling thread. Its other threads have modes of their own.
+_CHUNK_ON_HOST = 1 << 14
 
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
@@ -30,6 +34,7 @@ _NAN_BITS = {
 
 
 @torch.no_grad()
+@ieee_environment()
 def adamw(
     param: torch.Tensor,
     exp_avg: torch.Tensor,
@@ -46,10 +51,10 @@ def adamw(
     """
     operands.check(param, exp_avg, exp_avg_sq, grad, out, operands.FLOAT32_OR_BFLOAT16)
     factors = operands.factor("unscale", unscale), operands.factor("grad_scale", grad_scale)
-    chunk = min(_CHUNK, param.numel())
-    buffers = param.new_empty((4, chunk))
-    for start in range(0, param.numel(), _CHUNK):
-        span = slice(start, start + _CHUNK)
+    chunk = _CHUNK_ON_HOST if param.device.type == "cpu" else _CHUNK
+    buffers = param.new_empty((4, min(chunk, param.numel())))
+    for start in range(0, param.numel(), chunk):
+        span = slice(start, start + chunk)
         _update(
             param[span],
             exp_avg[span],

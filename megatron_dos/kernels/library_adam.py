@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_dos.kernels import AdamScalars, operands
+from megatron_dos.kernels.fp_environment import ieee_environment
 
 __all__ = ["LIBRARIES", "adamw", "load"]
 
@@ -91,6 +92,7 @@ def load(name: str) -> Callable[..., None]:
 
 
 @torch.no_grad()
+@ieee_environment()
 def adamw(
     fused: _Fused,
     param: torch.Tensor,

@@ -10,6 +10,8 @@ import math
 import numpy as np
 import torch
 
+from megatron_dos.kernels.fp_environment import ieee_environment
+
 __all__ = ["FLOAT32_ONLY", "FLOAT32_OR_BFLOAT16", "check", "factor", "scaled_grad"]
 
 FLOAT32_ONLY = (torch.float32,)
@@ -47,6 +49,7 @@ def check(
         _check_one("out", out, _ANY, param)
 
 
+@ieee_environment()
 def factor(name: str, value: float) -> float:
     """A factor on the grad, rounded to float32.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_dos.kernels import AdamScalars
+from megatron_dos.kernels.fp_environment import ieee_environment
 
 __all__ = ["adamw", "bfloat16_to_float32", "float32_to_bfloat16", "float32_to_float16", "to_float32"]
 
@@ -43,6 +44,7 @@ def to_float32(values: np.ndarray) -> np.ndarray:
     return values.astype(np.float32)
 
 
+@ieee_environment()
 def adamw(
     param: np.ndarray,
     exp_avg: np.ndarray,

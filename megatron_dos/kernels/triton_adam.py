@@ -20,6 +20,7 @@ import triton.language as tl
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_dos.kernels import AdamScalars, operands
+from megatron_dos.kernels.fp_environment import ieee_environment
 
 __all__ = ["BLOCK", "LAUNCH_OPTIONS", "adamw", "adamw_kernel"]
 
@@ -184,6 +185,7 @@ def adamw_kernel(
         )
 
 
+@ieee_environment()
 def adamw(
     param: torch.Tensor,
     exp_avg: torch.Tensor,

@@ -42,7 +42,7 @@ class TestElementwise:
 
     @pytest.mark.parametrize("numel", [0, 1, 63, 64, 65, 128, 1000])
     def test_chunks_give_the_bits_of_the_whole(self, monkeypatch, numel):
-        monkeypatch.setattr(elementwise_adam, "_CHUNK", 64)
+        monkeypatch.setattr(elementwise_adam, "_CHUNK_ON_HOST", 64)
         check(elementwise_adam.adamw, make_case(np.random.default_rng(numel), numel, "bfloat16", "float16"))
 
     @settings(max_examples=150, deadline=None)
