@@ -175,6 +175,29 @@ def test_a_step_that_had_begun_before_a_decision_is_not_taken_for_one_after_it()
     assert (tuner.host_share, tuner._costs) == (share, known)
 
 
+def late_step_of_another_share(tuner: ShareTuner, node: Node) -> None:
+    """A usual step at the first share, which the tuner has left: not so slow as to be taken for one that compiles."""
+    late = figures(1, node.run(START_SHARE), node.traffic)
+    costs = {kind: cost * (8 if kind is OpKind.UPDATE_ON_HOST else 1) for kind, cost in late.costs.items()}
+    tuner.observe(replace(late, costs=costs))
+
+
+@pytest.mark.parametrize("checked", [True, False], ids=["as it is", "without the check"])
+def test_a_late_step_of_another_share_teaches_nothing(monkeypatch, checked):
+    if not checked:
+        monkeypatch.setattr(ShareTuner, "_is_of_present_share", lambda self, figures: True)
+    node = node_of(20)
+    tuner = ShareTuner(node.traffic, node.program_at)
+    number = 0
+    while tuner.host_share == START_SHARE:
+        number += 1
+        node.step(tuner, number)
+    before = tuner.host_share, dict(tuner._costs), tuner._usual_before, list(tuner._seen)
+    late_step_of_another_share(tuner, node)
+    after = tuner.host_share, dict(tuner._costs), tuner._usual_before, list(tuner._seen)
+    assert (after == before) == checked
+
+
 @pytest.mark.parametrize("host_share", [START_SHARE, Fraction(1), Fraction(1, 10)], ids=str)
 @pytest.mark.parametrize("compiling", [0.5, 5.0])
 def test_kernels_compiled_in_the_first_steps_of_a_share_do_not_spoil_it(host_share, compiling):

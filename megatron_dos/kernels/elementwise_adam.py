@@ -20,7 +20,7 @@ __all__ = ["adamw"]
 # Elements at a time, so that the temporaries stay below 100 MB. A GPU is busy with far fewer.
 _CHUNK = 1 << 22
 
-# The same in host memory: so few that torch leaves them to the calling thread. Its other threads have modes of their own.
+# In host memory so few that torch leaves them to the calling thread: its other threads have modes of their own.
 _CHUNK_ON_HOST = 1 << 14
 
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny

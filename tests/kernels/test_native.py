@@ -28,6 +28,33 @@ def test_cpp_program_runs_clean(target):
     assert "all good" in make(target)
 
 
+MUTATIONS = {
+    "workers keep the mode in which they were started": (
+        *("pool.cpp", "  void work() {\n    const IeeeEnvironment environment;\n", "  void work() {\n"),
+        "on a worker flushes a denormal param",
+    ),
+    "a job may write what an earlier one reads": (
+        *("footprint.cpp", " || overlap(read_, other.written_);", ";"),
+        "a job on unfinished memory waits",
+    ),
+}
+"""What is taken away -> file, code, what takes its place, and what the C++ program then finds."""
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_cpp_program_fails_without(mutation, tmp_path):
+    file, code, instead, symptom = MUTATIONS[mutation]
+    make("test")
+    copy = shutil.copytree(CPP_ADAM, tmp_path / "cpp_adam")  # with what has been compiled
+    source = copy / "src" / file
+    text = source.read_text()
+    assert text.count(code) == 1
+    source.write_text(text.replace(code, instead))
+    done = subprocess.run(["make", "-C", str(copy), "test"], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert symptom in done.stdout + done.stderr
+
+
 NEEDS_CROSS = pytest.mark.skipif(
     not (shutil.which("aarch64-linux-gnu-g++") and shutil.which("qemu-aarch64")),
     reason="needs g++-aarch64-linux-gnu and qemu-user (apt-get install)",
