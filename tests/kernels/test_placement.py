@@ -114,7 +114,7 @@ def test_a_rank_gives_way_to_one_that_has_no_other_cpus():
     """The first would take the second's only CPUs, which are nearer to its GPU."""
     assert divide_cpus([range(8), range(4, 8)], range(8), TWO_SOCKETS, [1, 1]) == [[0, 1, 2, 3, 6, 7], [4, 5]]
     # Each CPU may be used by two of three ranks; taken in order, the last would find none.
-    assert divide_cpus([(1, 0), (0, 2), (1, 2)], (1, 2, 0), {}, [None] * 3) == [[1], [0], [2]]
+    assert divide_cpus([(1, 0), (0, 2), (1, 2)], (1, 2, 0), {}, [None] * 3) == [[0], [2], [1]]
 
 
 def test_shares_of_any_masks_are_disjoint_and_as_large_as_promised():
