@@ -147,6 +147,8 @@ def test_threads_are_the_ranks_share_whatever_omp_num_threads_says(megatron):
     environment = {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": ""}
     run = megatron.train(arguments("dp2"), 2, "dos", 1, environment=environment)
     cpus = len(os.sched_getaffinity(0))
-    assert f"CPU with {max(cpus // 2, 1)} thread(s) ({cpus} CPU{'s' if cpus > 1 else ''} shared by 2 ranks)" in run.log()
+    assert (
+        f"CPU with {max(cpus // 2, 1)} thread(s) ({cpus} CPU{'s' if cpus > 1 else ''} shared by 2 ranks)" in run.log()
+    )
     fixed = megatron.train([*arguments("dp2"), "--dos-cpu-threads", "2"], 2, "dos", 1)
     assert "CPU with 2 thread(s) (--dos-cpu-threads)" in fixed.log()
