@@ -143,8 +143,8 @@ def test_a_save_takes_no_second_copy_of_the_states(megatron):
 
 
 def test_threads_are_the_ranks_share_whatever_omp_num_threads_says(megatron):
-    # As under launchers that say nothing: the ranks find out themselves that they are two.
-    environment = {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": ""}
+    # As of actors with one GPU each: the ranks find out themselves that they are two.
+    environment = {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     run = megatron.train(arguments("dp2"), 2, "dos", 1, environment=environment)
     cpus = len(os.sched_getaffinity(0))
     assert (
