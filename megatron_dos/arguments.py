@@ -68,7 +68,7 @@ class DosOptions:
 
     dos_cpu_threads: int = field(default=0, metadata={"metavar": "THREADS", "maximum": 2**16})
     """Threads with which this rank updates its subgroups on the CPU. 0 takes this rank's share of the cores
-    that it may use."""
+    that it may use: those of its affinity mask, divided by the ranks that share them and capped by CPU quotas."""
 
     dos_gpu_share: float = field(default=-1.0, metadata={"metavar": "SHARE"})
     """Share of the parameters, 0 to 1, whose states are streamed through the GPU and updated there; the CPU updates

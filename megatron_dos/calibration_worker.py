@@ -49,13 +49,13 @@ class _Rank:
     def __init__(self, sizes: Sizes, has_gpu: bool) -> None:
         import torch
 
-        from megatron_dos.kernels import cpu, threads
+        from megatron_dos.kernels import cpu, node, threads
         from megatron_dos.lane_rates import HostUpdate, Links, sleep_on_stream
 
         self.torch, self.sizes, self.has_gpu = torch, sizes, has_gpu
         device = torch.device("cpu")
         if self.has_gpu:
-            device = torch.device("cuda", threads.local_rank() % torch.cuda.device_count())
+            device = torch.device("cuda", node.local_rank() % torch.cuda.device_count())
             torch.cuda.set_device(device)
             torch.zeros(1, device=device)  # makes the context, without which slabs are not page-locked
         self.device = device

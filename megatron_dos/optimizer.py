@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
@@ -49,10 +50,9 @@ from megatron_dos.deferred_grads import DeferredGrads
 from megatron_dos.device import CudaDevice, Device, HostDevice
 from megatron_dos.early_grads import EarlyGrads, may_change
 from megatron_dos.engine import EngineOptions, UpdateEngine, host_bytes, resident_parameters, staging_bytes
-from megatron_dos.kernels import AdamScalars, device_kernel
+from megatron_dos.kernels import AdamScalars, device_kernel, node, threads
 from megatron_dos.kernels import cpu as cpu_kernel
 from megatron_dos.kernels.fp_environment import ieee_environment
-from megatron_dos.kernels.threads import default_threads, local_rank, ranks_on_node
 from megatron_dos.main_params import answer_main_param
 from megatron_dos.monitor import StepMonitor
 from megatron_dos.operations import StepInputs
@@ -213,7 +213,7 @@ def _tunes(options: DosOptions, device: torch.device) -> bool:
 
 def _engine_options(options: DosOptions) -> EngineOptions:
     return EngineOptions(
-        threads=options.dos_cpu_threads or default_threads(),
+        threads=options.dos_cpu_threads or threads.default_threads(),
         host_share=1 - Fraction(max(options.dos_gpu_share, 0.0)),
         stride=options.dos_update_stride,
         resident_share=Fraction(options.dos_resident_share),
@@ -233,8 +233,9 @@ def _sends_early(options: DosOptions, device: torch.device, config: Any, model_c
     return device.type == "cuda" and can_send_grads_early(config, first.ddp_config, first.config)
 
 
-def _announce(subgroups: Partition, options: EngineOptions, reason: str, asked_slots: int) -> None:
+def _announce(subgroups: Partition, options: EngineOptions, reason: str, given: DosOptions) -> None:
     """Say on the first rank of the job what the states will take, before anything is allocated."""
+    asked_slots = given.dos_early_grad_slots
     if torch.distributed.get_rank() == 0:
         on_gpu = f"one subgroup in {options.stride}" if options.stride else f"{float(1 - options.host_share):.0%}"
         resident = resident_parameters(subgroups, options)
@@ -246,10 +247,23 @@ def _announce(subgroups: Partition, options: EngineOptions, reason: str, asked_s
             f"deep optimizer states: rank 0 owns {subgroups.numel:,} parameters in {len(subgroups.subgroups)} "
             f"subgroups of at most {subgroups.largest:,}; host memory {host_bytes(subgroups, options) / 2**30:.3f} "
             f"GiB, of which staging {staging_bytes(subgroups, options) / 2**30:.3f} GiB{on_device}; {on_gpu} updated "
-            f"on the GPU{reason}, the rest on the CPU with {options.threads} thread(s){early}",
+            f"on the GPU{reason}, the rest on the CPU with {options.threads} thread(s) "
+            f"({_source_of_threads(given)}){early}",
             flush=True,
         )
-        print(cpu_kernel.describe(options.threads), flush=True)
+        near = threads.nearness(options.threads)
+        print(f"{cpu_kernel.describe(options.threads)}{', ' if near else ''}{near}", flush=True)
+
+
+def _source_of_threads(options: DosOptions) -> str:
+    return "--dos-cpu-threads" if options.dos_cpu_threads else threads.source_of_threads()
+
+
+def _complain(options: DosOptions) -> None:
+    """Say on the first rank of each node what its ranks lack."""
+    if threads.is_first_on_node():
+        for complaint in threads.complaints(options.dos_cpu_threads):
+            warnings.warn(f"deep optimizer states: {complaint}", RuntimeWarning, stacklevel=2)
 
 
 def _let_chains_stream() -> None:
@@ -347,6 +361,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
     def __init__(self, optimizer, config, grad_scaler, init_state_fn, model_chunks, *args, **kwargs) -> None:
         """Replaces: FP32 params on the device and the inner optimizer. The rest is the base class's."""
         validate_optimizer(config, model_chunks)
+        node.meet()  # on ranks without a parameter, too
         # See [Note: the precision-aware seat].
         config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
         super().__init__(optimizer, config, grad_scaler, init_state_fn, model_chunks, *args, **kwargs)
@@ -390,7 +405,8 @@ class DeepStatesOptimizer(DistributedOptimizer):
             engine_options = replace(engine_options, host_slots=0)
         elif sends_early:
             engine_options = replace(engine_options, early_slots=options.dos_early_grad_slots or AUTOMATIC_EARLY_SLOTS)
-        _announce(subgroups, engine_options, first.reason, options.dos_early_grad_slots)
+        _announce(subgroups, engine_options, first.reason, options)
+        _complain(options)
         self._engine = UpdateEngine(
             subgroups,
             [shard.detach() for shard in self._shards],
@@ -430,7 +446,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
             tunes=tunes,
             costs=first.costs,
             rank=torch.distributed.get_rank(),
-            announces=local_rank() == 0,
+            announces=threads.is_first_on_node(),
             label="experts" if expert else "",
         )
         self._copy_model_params_to_main_params()
@@ -442,7 +458,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
         casts = options.grads_as_fp32 and grad_bytes < 4
         return Workload(
             parameters=subgroups.numel,
-            ranks=ranks_on_node(),
+            ranks=threads.ranks_on_machine(),
             threads=options.threads,
             subgroup=subgroups.largest,
             grad_bytes=4 if casts else grad_bytes,

@@ -6,14 +6,12 @@ second host copy. The user may have a share of them reside on the device instead
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import psutil
 import torch
 
 from megatron_dos import reservations
 from megatron_dos.kernels import gpu, slab
+from megatron_dos.kernels.control_groups import control_groups
 from megatron_dos.kernels.threads import ranks_on_node
 
 __all__ = [
@@ -88,7 +86,7 @@ class ResidentStates:
 def available_host_memory() -> int:
     """Bytes this process may still take: the machine's, or those of the tightest of its control groups."""
     available = psutil.virtual_memory().available
-    for group in _control_groups():
+    for group in control_groups("memory"):
         for limit_name, usage_name, cache in (
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -103,23 +101,6 @@ def available_host_memory() -> int:
                 used = int(usage) - int(statistics.get(cache, 0))  # file cache is given up when memory is asked for
                 available = min(available, max(int(limit) - used, 0))
     return available
-
-
-def _control_groups() -> Iterator[Path]:
-    """Folders of the control groups of this process, from its own up to the root: a job's limit can sit on any."""
-    roots = {"": Path("/sys/fs/cgroup"), "memory": Path("/sys/fs/cgroup/memory")}
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        _, controllers, name = line.split(":", 2)
-        root = roots.get("memory" if "memory" in controllers.split(",") else controllers)
-        if root is not None:
-            own = root / name.lstrip("/")
-            yield own
-            yield from (parent for parent in own.parents if parent.is_relative_to(root))
-    yield from roots.values()  # what a container sees of its own group
 
 
 def require_host_memory(needed: int) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_dos import __version__, calibration, patching
 from megatron_dos.commands.text import gib
+from megatron_dos.kernels.control_groups import cpu_quotas
 
 __all__ = ["Finding", "add", "examine", "run"]
 
@@ -119,7 +120,11 @@ def _processors() -> Iterator[Finding]:
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
     plural = "s" if nodes > 1 else ""
     text = f"{calibration.cpu_model()}: {allowed} of {all_of_them} CPUs allowed, {nodes} NUMA node{plural}"
-    if allowed < all_of_them:
+    quota = min(cpu_quotas().values(), default=allowed)
+    if quota < allowed:
+        text += f", CPU quota {quota:g}"
+        yield Finding("processors", NOTE, text, "a larger CPU quota of the container makes updates faster")
+    elif allowed < all_of_them:
         yield Finding("processors", NOTE, text, "more CPUs for this job (taskset, the scheduler) make updates faster")
     else:
         yield Finding("processors", OK, text)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["in_use", "numa_nodes"]
+__all__ = ["in_use", "numa_node", "numa_nodes"]
 
 
 def in_use() -> bool:
@@ -20,18 +20,27 @@ def in_use() -> bool:
     return torch.cuda.is_initialized() and not torch.cuda._is_in_bad_fork() and count() > 0
 
 
+def numa_node() -> tuple[int | None, str]:
+    """The NUMA node of the GPU that this process uses, or None and why it is not known, '' where no GPU is in use."""
+    return _numa_node(torch._C._cuda_getDevice()) if in_use() else (None, "")
+
+
 def numa_nodes(ranks: int) -> list[int | None]:
-    """The NUMA node of the GPU of each local rank, rank i using GPU i; None where that is not known."""
+    """The NUMA node of the GPU of each local rank, if rank i uses GPU i; None where that is not known."""
     if not in_use() or torch._C._cuda_getDeviceCount() < ranks:
         return [None] * ranks
-    return [_numa_node(index) for index in range(ranks)]
+    return [_numa_node(index)[0] for index in range(ranks)]
 
 
-def _numa_node(index: int) -> int | None:
+def _numa_node(index: int) -> tuple[int | None, str]:
     properties = torch.cuda.get_device_properties(index)
     try:
         address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-        node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
-    except (AttributeError, OSError, ValueError):  # an older torch, a hidden bus, a node not told
-        return None
-    return node if node >= 0 else None
+    except AttributeError:
+        return None, f"torch {torch.__version__} does not tell PCI addresses"
+    path = Path(f"/sys/bus/pci/devices/{address}/numa_node")
+    try:
+        node = int(path.read_text())
+    except (OSError, ValueError) as error:  # a hidden bus
+        return None, f"{path} cannot be read ({error})"
+    return (node, "") if node >= 0 else (None, f"{path} is {node}")

@@ -1,36 +1,65 @@
 """How many worker threads the CPU update gets, on which CPUs they run, and from which NUMA node memory is taken.
 
 The default is this rank's share of the CPUs the process may use, whatever OMP_NUM_THREADS says: torchrun sets that
-to 1, and ranks that each take every CPU slow one another down. Where the machine has NUMA nodes, a rank's CPUs and
-memory are those near its GPU, as far as they go: a preference, never a reason to fail.
+to 1, and ranks that each take every CPU slow one another down. `node` finds the ranks that share the machine, and
+`placement` divides it. Where it has NUMA nodes, a rank's CPUs and memory are those near its GPU, as far as they go: a
+preference, never a reason to fail, but what cannot be had is said.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_dos.kernels import gpu
+from megatron_dos.kernels import node
+from megatron_dos.kernels.node import Node
+from megatron_dos.kernels.placement import Placement, RankFacts, place
 
-__all__ = ["cpus_for", "cpus_of_rank", "default_threads", "divide_cpus", "local_rank", "memory_node", "ranks_on_node"]
+__all__ = [
+    "complaints",
+    "cpus_for",
+    "cpus_of_rank",
+    "default_threads",
+    "is_first_on_node",
+    "memory_node",
+    "nearness",
+    "ranks_on_machine",
+    "ranks_on_node",
+    "source_of_threads",
+]
 
 _SYSTEM = Path("/sys/devices/system")
 
+_placed: tuple[Node, list[Placement]] | None = None
+
 
 def default_threads() -> int:
-    """This rank's share of the allowed CPUs: their number over the ranks of the node, at least 1."""
-    return max(1, len(os.sched_getaffinity(0)) // ranks_on_node())
+    """This rank's share of the CPUs, at least 1: see `placement`."""
+    return _placement().threads
+
+
+def source_of_threads() -> str:
+    """Where that number is from, in words: 'own mask of 12 CPUs'."""
+    of = node.current()
+    return _placement().source + (f"; {of.doubt}" if of.doubt else "")
 
 
 def ranks_on_node() -> int:
-    """How many ranks share this node: what torchrun says, or MPI, or Slurm; 1 where none of them does."""
-    return _local(("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE"), 1, 1)
+    """How many ranks share the host memory and /dev/shm that this one sees."""
+    return len(node.current().in_container)
 
 
-def local_rank() -> int:
-    """Which of the node's ranks this is, likewise; 0 where nobody says."""
-    return _local(("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"), 0, 0)
+def ranks_on_machine() -> int:
+    """How many ranks share the CPUs and the memory bandwidth, in whatever containers they are."""
+    return len(node.current().ranks)
+
+
+def is_first_on_node() -> bool:
+    """Whether this rank is the one that speaks for the ranks of `ranks_on_node`."""
+    of = node.current()
+    return of.in_container[0] == of.own
 
 
 def cpus_for(threads: int) -> list[int]:
@@ -38,50 +67,12 @@ def cpus_for(threads: int) -> list[int]:
 
     A single worker is free to move. More workers than this rank's share of the CPUs get all allowed ones.
     """
-    if threads == 1:
-        return []
-    share = cpus_of_rank()
-    return share if threads <= len(share) else sorted(os.sched_getaffinity(0))
+    return [] if threads == 1 else list(_runs_on(threads, node.current().own, _placement()))
 
 
 def cpus_of_rank() -> list[int]:
     """This rank's share of the allowed CPUs, sorted; all of them where there are fewer than ranks."""
-    ranks = ranks_on_node()
-    rank = local_rank()
-    allowed = sorted(os.sched_getaffinity(0))
-    if rank >= ranks:
-        return allowed
-    nodes = _nodes_of_cpus()
-    cores = {cpu: (nodes.get(cpu, 0), _first_sibling(cpu), cpu) for cpu in allowed}
-    in_order = sorted(allowed, key=cores.__getitem__)
-    return divide_cpus(in_order, nodes, gpu.numa_nodes(ranks))[rank]
-
-
-def divide_cpus(cpus: Sequence[int], nodes: Mapping[int, int], wanted: Sequence[int | None]) -> list[list[int]]:
-    """Equal shares of `cpus`, one for each rank of `wanted`, disjoint where there are enough CPUs.
-
-    Args:
-        cpus: allowed CPUs, those that share caches side by side.
-        nodes: CPU -> NUMA node.
-        wanted: the node that each rank prefers, or None.
-
-    Returns:
-        A sorted list of CPUs for each rank. A rank without a preference, or whose node is used up, gets what is left.
-    """
-    size = len(cpus) // len(wanted)
-    if size == 0:
-        return [sorted(cpus)] * len(wanted)
-    free = list(cpus)
-    shares: list[list[int]] = []
-    for node in wanted:
-        near = [cpu for cpu in free if node is not None and nodes.get(cpu) == node][:size]
-        shares.append(near)
-        free = [cpu for cpu in free if cpu not in near]
-    for share in shares:
-        missing = size - len(share)
-        share += free[:missing]
-        del free[:missing]
-    return [sorted(share) for share in shares]
+    return list(_placement().cpus)
 
 
 def memory_node() -> int | None:
@@ -89,27 +80,82 @@ def memory_node() -> int | None:
     nodes = _nodes_of_cpus()
     if len(set(nodes.values())) < 2:
         return None
-    rank, ranks = local_rank(), ranks_on_node()
-    near_gpu = gpu.numa_nodes(ranks)[rank] if rank < ranks else None
+    near_gpu = node.current().own.gpu_node
     if near_gpu is not None:
         return near_gpu
     of_cpus = {nodes.get(cpu) for cpu in cpus_of_rank()}
     return of_cpus.pop() if len(of_cpus) == 1 else None
 
 
-def _local(names: Sequence[str], default: int, least: int) -> int:
-    """The first integer environment variable of a launcher that is set."""
-    name = next((name for name in names if os.environ.get(name)), None)
-    if name is None:
-        return default
-    text = os.environ[name]
-    try:
-        value = int(text)
-    except ValueError:
-        value = least - 1
-    if value < least:
-        raise ValueError(f"environment variable {name}: expected an integer of at least {least}, got {text!r}")
-    return value
+def nearness(threads: int) -> str:
+    """How near the CPUs of a pool of `threads` workers are to this rank's GPU, in words; empty without a GPU, or with
+    one NUMA node."""
+    own = node.current().own
+    return _nearness(own, _runs_on(threads, own, _placement()), _nodes_of_cpus())
+
+
+def complaints(chosen: int = 0) -> list[str]:
+    """What the ranks of this node lack, a sentence each: threads, or CPUs near their GPUs.
+
+    Args:
+        chosen: the user's number of threads; 0 where it is that of `default_threads`.
+    """
+    of = node.current()
+    lacking: dict[str, list[int]] = defaultdict(list)
+    for rank, placement in zip(of.ranks, _placements(of), strict=True):
+        if rank.container == of.own.container:
+            for what in _lacks(rank, placement, len(of.ranks), chosen):
+                lacking[what].append(rank.rank)
+    return [
+        f"states of rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} are {what}"
+        for what, ranks in lacking.items()
+    ]
+
+
+def _lacks(rank: RankFacts, placement: Placement, ranks: int, chosen: int) -> Iterator[str]:
+    cpus = os.cpu_count() or 1
+    if not chosen and placement.threads == 1 < cpus // ranks:
+        yield (
+            f"updated with 1 CPU thread ({placement.source}), and the machine has {cpus} CPUs for {ranks} rank(s). "
+            "Have the launcher give each rank more CPUs, or raise the CPU quota of the container"
+        )
+    where = _nearness(rank, _runs_on(chosen or placement.threads, rank, placement), _nodes_of_cpus())
+    if where and not where.startswith("on "):
+        yield f"updated by CPU threads {where}"
+
+
+def _runs_on(threads: int, rank: RankFacts, placement: Placement) -> tuple[int, ...]:
+    """CPUs of the workers of a pool: see `cpus_for`."""
+    return placement.cpus if 1 < threads <= len(placement.cpus) else rank.cpus
+
+
+def _nearness(rank: RankFacts, cpus: tuple[int, ...], nodes: dict[int, int]) -> str:
+    if rank.gpu_unknown:
+        return "" if len(set(nodes.values())) == 1 else f"not known to be near the GPU: {rank.gpu_unknown}"
+    if rank.gpu_node is None or len(set(nodes.values())) == 1:
+        return ""
+    if not nodes:
+        return "not known to be near the GPU: the kernel lists no NUMA nodes"
+    near = sum(nodes.get(cpu) == rank.gpu_node for cpu in cpus)
+    if near == len(cpus):
+        return f"on NUMA node {rank.gpu_node} of the GPU"
+    return f"of which {near} of {len(cpus)} CPUs are on NUMA node {rank.gpu_node} of the GPU"
+
+
+def _placement() -> Placement:
+    of = node.current()
+    return _placements(of)[of.index]
+
+
+def _placements(of: Node) -> list[Placement]:
+    """Of all ranks of the machine; the last answer is kept."""
+    global _placed
+    if _placed is None or _placed[0] is not of:
+        nodes = _nodes_of_cpus()
+        cpus = {cpu for rank in of.ranks for cpu in rank.cpus}
+        order = sorted(cpus, key=lambda cpu: (nodes.get(cpu, 0), _first_sibling(cpu), cpu))
+        _placed = of, place(of.ranks, order, nodes)
+    return _placed[1]
 
 
 def _nodes_of_cpus() -> dict[int, int]:

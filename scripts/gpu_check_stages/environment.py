@@ -148,7 +148,7 @@ def _numa(context: Context) -> dict[str, Any]:
         path.parent.name: path.read_text().strip()
         for path in sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"))
     }
-    return {"cpus_of_nodes": nodes, "gpu_node": gpu.numa_nodes(1)[0], "slabs_prefer_node": memory_node()}
+    return {"cpus_of_nodes": nodes, "gpu_node": gpu.numa_node()[0], "slabs_prefer_node": memory_node()}
 
 
 def _text(path: str) -> str:

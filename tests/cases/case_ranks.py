@@ -9,6 +9,7 @@ import contextlib
 import gc
 import io
 import math
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -438,3 +439,23 @@ def use_unchecked_adversarial_device() -> None:
     from megatron_dos.device.sim import SimDevice
 
     optimizer.make_device = lambda device: SimDevice(seed=torch.distributed.get_rank(), check=False)
+
+
+# ---- Threads --------------------------------------------------------------------------------------------------------
+
+
+def threads_of_ranks(masks: list[list[int]], machines: str, folder: str) -> dict[str, Any]:
+    """Let ranks with these masks, on these machines, meet without a word of their launcher."""
+    from megatron_dos.kernels import node, threads
+
+    rank = int(os.environ["RANK"])
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"):
+        del os.environ[name]
+    boot_id = Path(folder) / f"boot_id of rank {rank} on {machines}"
+    boot_id.write_text(machines[rank])
+    node._BOOT_ID, node.cpu_quotas = boot_id, dict
+    os.sched_getaffinity = lambda pid: set(masks[rank])
+    torch.distributed.init_process_group("gloo")
+    node.meet()
+    torch.distributed.barrier()
+    return {"threads": threads.default_threads(), "cpus": threads.cpus_of_rank()}

@@ -518,7 +518,7 @@ def steps_keep_their_staging(replace: Replace = setattr) -> None:
 
 def threads_follow_omp_num_threads(replace: Replace = setattr) -> None:
     """Case 20: as many threads as OMP_NUM_THREADS says, which torchrun sets to 1."""
-    for name in ("megatron_dos.kernels.threads", "megatron_dos.kernels.cpu", "megatron_dos.optimizer"):
+    for name in ("megatron_dos.kernels.threads", "megatron_dos.kernels.cpu"):
         if name in sys.modules:
             replace(sys.modules[name], "default_threads", lambda: int(os.environ.get("OMP_NUM_THREADS", "1")))
 
@@ -533,10 +533,50 @@ def every_rank_takes_all_cpus(replace: Replace = setattr) -> None:
 
 def cpus_are_divided_without_regard_to_nodes(replace: Replace = setattr) -> None:
     """Case 20: a rank's CPUs are the next ones, wherever its GPU hangs."""
-    from megatron_dos.kernels import threads
+    from megatron_dos.kernels import placement
 
-    original = threads.divide_cpus
-    replace(threads, "divide_cpus", lambda cpus, nodes, wanted: original(cpus, nodes, [None] * len(wanted)))
+    original = placement.divide_cpus
+
+    def without(masks: Any, order: Any, nodes: Any, wanted: Any) -> Any:
+        return original(masks, order, nodes, [None] * len(wanted))
+
+    replace(placement, "divide_cpus", without)
+
+
+def own_masks_are_divided_again(replace: Replace = setattr) -> None:
+    """Case 20: a rank's CPUs are its mask over the ranks of the node, though its launcher has divided them already."""
+    from megatron_dos.kernels import placement
+
+    original = placement.divide_cpus
+
+    def again(masks: Any, order: Any, nodes: Any, wanted: Any) -> Any:
+        shares = original(masks, order, nodes, wanted)
+        return [share[: len(mask) // len(masks)] for share, mask in zip(shares, masks, strict=True)]
+
+    replace(placement, "divide_cpus", again)
+
+
+def ranks_do_not_meet(replace: Replace = setattr) -> None:
+    """Case 20: without a LOCAL_WORLD_SIZE a rank takes itself for the only one of its node."""
+    from megatron_dos.kernels import node
+
+    replace(node, "meet", lambda limit_s=None: None)
+
+
+def quotas_are_ignored(replace: Replace = setattr) -> None:
+    """Case 20: the CPU quota of a container does not count."""
+    from megatron_dos.kernels import node
+
+    replace(node, "cpu_quotas", dict)
+
+
+def machines_are_told_apart_by_name(replace: Replace = setattr) -> None:
+    """Case 20: machines of one host name are taken for one."""
+    import socket
+
+    from megatron_dos.kernels import node
+
+    replace(node, "machine_id", socket.gethostname)
 
 
 def params_are_not_split(replace: Replace = setattr) -> None:

@@ -21,7 +21,7 @@ from shown_to_fail import fails_under
 from megatron_dos import _cpp_adam, engine, partition
 from megatron_dos.device import cuda
 from megatron_dos.device.sim import SimDevice
-from megatron_dos.kernels import AdamScalars, device_kernel, gpu, threads
+from megatron_dos.kernels import AdamScalars, control_groups, device_kernel, gpu, node, threads
 from megatron_dos.operations import StepInputs
 from megatron_dos.schedule import OpKind, Placement, Stream, SubgroupShape, build_program, mix
 
@@ -84,6 +84,7 @@ def test_case_20_eight_ranks_of_a_node_divide_its_cpus(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     monkeypatch.setattr(threads, "_nodes_of_cpus", lambda: {number: number // 8 for number in range(16)})
     monkeypatch.setattr(threads, "_first_sibling", lambda number: number)
+    monkeypatch.setattr(node, "cpu_quotas", dict)
     monkeypatch.setattr(gpu, "numa_nodes", lambda ranks: [1, 1, 1, 1, 0, 0, 0, 0])
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
@@ -98,6 +99,36 @@ def test_case_20_eight_ranks_of_a_node_divide_its_cpus(monkeypatch):
     assert nodes == [{1}] * 4 + [{0}] * 4, f"CPUs and GPUs are not on one NUMA node: {taken}"
 
 
+@fails_under(
+    own_masks_are_divided_again="^bound: .*'threads': 6",
+    ranks_do_not_meet="^unbound",
+    machines_are_told_apart_by_name="machines of one name",
+)
+def test_case_20_ranks_under_launchers_that_bind_or_say_nothing(megatron, mutation, tmp_path):
+    for masks, machines, threads_of, what in (
+        ([range(12), range(12, 24)], "aa", [12, 12], "bound"),
+        ([range(24), range(24)], "aa", [12, 12], "unbound"),
+        ([range(24), range(24)], "ab", [24, 24], "machines of one name"),
+    ):
+        found = in_ranks(
+            *(megatron, "threads_of_ranks", 2, mutation),
+            masks=[list(mask) for mask in masks],
+            machines=machines,
+            folder=str(tmp_path),
+        )
+        assert [of["threads"] for of in found] == threads_of, f"{what}: {found}"
+        assert all(set(of["cpus"]) <= set(mask) for of, mask in zip(found, masks, strict=True)), f"{what}: {found}"
+
+
+@fails_under(quotas_are_ignored="the quota of 1 CPU")
+def test_case_20_a_container_with_a_quota_of_one_cpu(monkeypatch, tmp_path):
+    (tmp_path / "cpu.max").write_text("100000 100000\n")
+    monkeypatch.setattr(control_groups, "_MOUNT", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert threads.default_threads() == 1, "more threads than the quota of 1 CPU has time for"
+
+
 @fails_under(threads_follow_omp_num_threads="single-threaded")
 def test_case_20_the_update_uses_all_cpus_of_the_rank(megatron, mutation):
     allowed = len(os.sched_getaffinity(0))
@@ -106,9 +137,9 @@ def test_case_20_the_update_uses_all_cpus_of_the_rank(megatron, mutation):
     common = arguments_of("dp1")
     environment = {"OMP_NUM_THREADS": "1"}
     run = megatron.train(common, 1, "dos", 1, environment=environment, prepare=prepare(mutation))
-    assert f"CPU with {allowed} thread(s)" in run.log(), f"single-threaded: {run.log()}"
+    assert f"CPU with {allowed} thread(s) (own mask of {allowed} CPUs)" in run.log(), f"single-threaded: {run.log()}"
     chosen = megatron.train([*common, "--dos-cpu-threads", "1"], 1, "dos", 1, environment=environment)
-    assert "CPU with 1 thread(s)" in chosen.log()
+    assert "CPU with 1 thread(s) (--dos-cpu-threads)" in chosen.log()
 
 
 # ---- 21: the share of the GPU ---------------------------------------------------------------------------------------

@@ -74,15 +74,15 @@ def start_rank(case: dict[str, Any], rank: int, port: int) -> int:
         for stream in (1, 2):
             os.dup2(log, stream)
         faulthandler.register(signal.SIGUSR1)
-        os.environ.update(
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(case["ranks"]),
-            LOCAL_WORLD_SIZE=str(case["ranks"]),
-            **case["environment"],
-        )
+        launched = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(case["ranks"]),
+            "LOCAL_WORLD_SIZE": str(case["ranks"]),
+        }
+        os.environ.update(launched | case["environment"])
         try:
             sys.modules["rank_main"].run(case, rank)
             code = 0

@@ -1,5 +1,7 @@
 """Life of a training with deep optimizer states beyond the losses: loads, saves, steps with chosen grads."""
 
+import os
+
 import pytest
 from harness import LAYOUTS, PRECISIONS, TINY, Result, assert_same_bits, same_bits
 
@@ -141,7 +143,12 @@ def test_a_save_takes_no_second_copy_of_the_states(megatron):
 
 
 def test_threads_are_the_ranks_share_whatever_omp_num_threads_says(megatron):
-    run = megatron.train(arguments("dp2"), 2, "dos", 1, environment={"OMP_NUM_THREADS": "1"})
-    assert "deep optimizer states: rank 0 owns" in run.log()
+    # As of actors with one GPU each: the ranks find out themselves that they are two.
+    environment = {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    run = megatron.train(arguments("dp2"), 2, "dos", 1, environment=environment)
+    cpus = len(os.sched_getaffinity(0))
+    assert (
+        f"CPU with {max(cpus // 2, 1)} thread(s) ({cpus} CPU{'s' if cpus > 1 else ''} shared by 2 ranks)" in run.log()
+    )
     fixed = megatron.train([*arguments("dp2"), "--dos-cpu-threads", "2"], 2, "dos", 1)
-    assert "CPU with 2 thread(s)" in fixed.log()
+    assert "CPU with 2 thread(s) (--dos-cpu-threads)" in fixed.log()
