@@ -58,9 +58,9 @@ from megatron_dos.perf_model import Workload
 from megatron_dos.reshardable import (
     joined,
     may_be_cut,
+    misplaced,
     put_padding_back,
     sharded_boxes,
-    shift_of,
     slices_of,
     tensors_of,
 )
@@ -660,13 +660,8 @@ class DeepStatesOptimizer(DistributedOptimizer):
         """
         found = ""
         for index, param in self._numbered_owned_params():
-            if parts := {key: part for key, part in state_dict.get(index, {}).items() if key == "param"}:
-                (master,) = self._loaded_states(param, parts).values()
-                start = self._get_model_param_range_map(param)["param"].start
-                if shift := shift_of(master, param.detach(), start):
-                    name = _names(self.model_chunks)[param].rpartition("module.")[2]
-                    found = f"the master params of {name} are those of {shift:,} elements further on"
-                    break
+            if found := self._misplaced(param, state_dict.get(index, {})):
+                break
         if found := first_problem(found, self.data_parallel_group):
             self._refuse_until_loaded("a checkpoint with shifted optimizer states was loaded")
             raise CheckpointError(
@@ -675,6 +670,20 @@ class DeepStatesOptimizer(DistributedOptimizer):
                 "restored. Load a checkpoint that was saved without that flag; or load the weights alone, which are "
                 "whole, with --no-load-optim or --finetune."
             )
+
+    def _misplaced(self, param: torch.nn.Parameter, parts: Mapping[str, Any]) -> str:
+        """What is wrong with the places of a param's loaded master params, if anything is."""
+        parts = {key: part for key, part in parts.items() if key == "param"}
+        for master in self._loaded_states(param, parts).values():
+            # A shift may be longer than the param. In the buffer it is seen where that has the layout of the save.
+            start = self._get_model_param_range_map(param)["param"].start
+            buffer = self.buffers[self.model_param_gbuf_map[param][0]]
+            in_buffer = buffer.param_data.view(-1)[buffer.param_index_map[param][0] + start :]
+            for weights in (param.detach().view(-1)[start:], in_buffer):
+                if what := misplaced(master, weights):
+                    name = _names(self.model_chunks)[param].rpartition("module.")[2]
+                    return f"the master params of {name} are {what}"
+        return ""
 
     def _numbered_owned_params(self) -> list[tuple[int, torch.nn.Parameter]]:
         return [(index, param) for index, param in enumerate(self._numbered_params()) if param in self._owner_of]

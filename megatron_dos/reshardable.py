@@ -13,7 +13,7 @@ padding at their ends, and then looks for each param where it begins in the buff
 first padded bucket a param is saved with the states of elements further on: by as many as there was padding before it.
 The first elements behind that padding are in no file, and the last params end in zeros. Weights are saved as they are.
 Where this package has Megatron gather the states, `put_padding_back` puts them where Megatron looks. A file that
-Megatron has written by itself cannot be mended, since moments are lost; `shift_of` recognises it by the weights: they
+Megatron has written by itself cannot be mended, since moments are lost; `misplaced` recognises it by the weights: they
 are the rounded master params of other elements.
 """
 
@@ -36,15 +36,15 @@ __all__ = [
     "boxes",
     "joined",
     "may_be_cut",
+    "misplaced",
     "put_padding_back",
     "sharded_boxes",
-    "shift_of",
     "slices_of",
     "tensors_of",
 ]
 
 # So many elements of a rank's part of a param are compared, and a shift is looked for up to so many elements.
-COMPARED = 1 << 16
+COMPARED = 1 << 12
 LONGEST_SHIFT = 1 << 22
 # A run of elements that is looked for, and how many of them have to differ from one another: biases may be all zeros.
 RUN, DISTINCT = 16, 12
@@ -204,43 +204,44 @@ def put_padding_back(states: MutableMapping[str, Any], buckets: Iterable[tuple[i
             states[key] = torch.cat(padded)
 
 
-def shift_of(master: torch.Tensor, param: torch.Tensor, start: int) -> int:
-    """By how many elements the master params of a checkpoint are further on in their param than they should be; 0 where
-    they are not, or where it cannot be seen (a part of a few elements, or all of one value).
+def misplaced(master: torch.Tensor, weights: torch.Tensor) -> str:
+    """What the master params of a checkpoint are if Megatron has shifted them; nothing where they are not shifted, or
+    where it cannot be seen (a part of a few elements, or all of one value).
 
     Args:
-        master: flat, FP32, of a range of the flattened param.
-        param: the model's, of any shape and dtype, loaded from the same checkpoint.
-        start: where that range begins.
+        master: flat, FP32, of what a rank owns of a param.
+        weights: flat, in the param's dtype, from the first of these elements on: those of the same checkpoint, to the
+            end of the param or of its buffer.
     """
-    expected = param.reshape(-1)[start : start + COMPARED + LONGEST_SHIFT]
-    found = master[:COMPARED].to(param.device).to(param.dtype)
-    if _agreement(found, expected) > 0.5:
-        return 0
-    for shift in _shifts(found, expected):
-        if shift <= len(expected) - FEWEST and _agreement(found, expected[shift:]) > 0.9:
-            return shift
-    return 0
+    found = master[:COMPARED].to(weights.device).to(weights.dtype)
+    if _agreement(found, weights) > 0.5:
+        return ""
+    if not found.any():
+        return "zeros, and its weights are not"
+    for shift in _shifts(found, weights[: COMPARED + LONGEST_SHIFT]):
+        if len(weights) - shift >= FEWEST and _agreement(found, weights[shift:]) > 0.9:
+            return f"those of {shift:,} elements further on"
+    return ""
 
 
-def _agreement(found: torch.Tensor, expected: torch.Tensor) -> float:
+def _agreement(found: torch.Tensor, weights: torch.Tensor) -> float:
     """The share of elements that are equal; 1 for parts that are too small to say."""
-    both = min(len(found), len(expected))
-    return (found[:both] == expected[:both]).float().mean().item() if both >= FEWEST else 1.0
+    both = min(len(found), len(weights))
+    return (found[:both] == weights[:both]).float().mean().item() if both >= FEWEST else 1.0
 
 
-def _shifts(found: torch.Tensor, expected: torch.Tensor) -> list[int]:
-    """The shifts with which the first telling run of elements of one tensor is in the other."""
+def _shifts(found: torch.Tensor, weights: torch.Tensor) -> list[int]:
+    """The shifts with which the first telling run of master params is among the weights."""
     runs = found[: len(found) // RUN * RUN].view(-1, RUN)
     ordered = runs.float().sort(dim=1).values
     telling = ((ordered[:, 1:] != ordered[:, :-1]).sum(dim=1) >= DISTINCT - 1).nonzero()
     if len(telling) == 0:
         return []
     at = int(telling[0]) * RUN
-    places = len(expected) - at - RUN + 1
+    places = len(weights) - at - RUN + 1
     if places <= 0:
         return []
-    equal = torch.ones(places, dtype=torch.bool, device=expected.device)
+    equal = torch.ones(places, dtype=torch.bool, device=weights.device)
     for index in range(at, at + RUN):
-        equal &= expected[index : index + places] == found[index]
+        equal &= weights[index : index + places] == found[index]
     return equal.nonzero().view(-1).tolist()
