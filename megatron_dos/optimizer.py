@@ -59,8 +59,16 @@ from megatron_dos.operations import StepInputs
 from megatron_dos.param_gather import EarlyParamGather, is_possible
 from megatron_dos.partition import Partition, automatic_subgroup_size, owned_ranges, partition
 from megatron_dos.perf_model import Workload
-from megatron_dos.reshardable import joined, may_be_cut, sharded_boxes, slices_of, tensors_of
-from megatron_dos.state_stream import Share
+from megatron_dos.reshardable import (
+    joined,
+    may_be_cut,
+    misplaced,
+    put_padding_back,
+    sharded_boxes,
+    slices_of,
+    tensors_of,
+)
+from megatron_dos.state_stream import Share, first_problem
 from megatron_dos.tuner import FirstChoice, first_choice
 
 __all__ = ["DeepStatesOptimizer", "HostAdam", "make_device"]
@@ -199,6 +207,10 @@ class HostAdam(torch.optim.Optimizer):
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             group.update({key: value for key, value in saved.items() if key not in ("params", "step")})
         self.step_count = steps.pop() if steps else 0
+
+
+def _names(model_chunks: list[Any]) -> dict[torch.nn.Parameter, str]:
+    return {param: name for chunk in model_chunks for name, param in chunk.named_parameters()}
 
 
 def make_device(device: torch.device) -> Device:
@@ -424,6 +436,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
         self._loads = LoadsInPlace(self._refuse_until_loaded)
         self._half_loaded = ""  # why no step is possible, or nothing
         self._loads_whole_tensors = False  # of a fully reshardable checkpoint, in the load that goes on
+        self._gathers_whole_buffers = False  # to save these
         _let_chains_stream()
         _watch_asynchronous_saves()
         _refuse_mimo()
@@ -470,7 +483,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
 
     def _changing(self, model_chunks: list[Any]) -> list[int]:
         """The shards whose grads may change after their reduction."""
-        names = {param: name for chunk in model_chunks for name, param in chunk.named_parameters()}
+        names = _names(model_chunks)
         return [owner for owner, param in enumerate(self._owned_params) if may_change(names[param], param)]
 
     def _grad_of(self, owner: int) -> torch.Tensor:
@@ -614,7 +627,8 @@ class DeepStatesOptimizer(DistributedOptimizer):
     def sharded_param_state_fully_reshardable(self, model_sharded_state_dict, is_loading: bool = False, metadata=None):
         """Replaces: gathering the states to save them, and loading whole tensors. See `reshardable`.
 
-        The base does it where torch is too old for uneven cuts, and for params whose checkpoint is no cut of them.
+        The base does it where torch is too old for uneven cuts, and for params whose checkpoint is no cut of them; what
+        it gathers is put into the places where it looks for it.
         """
         entries, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
         entry_of = {entry.data: entry for entry in nested_values(entries)}
@@ -626,7 +640,11 @@ class DeepStatesOptimizer(DistributedOptimizer):
         slices = {index: slices_of(entry_of[param]) for index, param in enumerate(self._numbered_params())}
         self._loads_whole_tensors = not may_be_cut() or None in slices.values()
         if self._loads_whole_tensors:
-            return super().sharded_param_state_fully_reshardable(model_sharded_state_dict, is_loading, metadata)
+            self._gathers_whole_buffers = True
+            try:
+                return super().sharded_param_state_fully_reshardable(model_sharded_state_dict, is_loading, metadata)
+            finally:
+                self._gathers_whole_buffers = False
         if is_loading:
             every_slice = itertools.chain.from_iterable(slices.values())
             self._loads.begin(tensors_of(every_slice, ("param", *self.optimizer_state_keys)))
@@ -645,16 +663,64 @@ class DeepStatesOptimizer(DistributedOptimizer):
                 self._handouts.add(part.data for part in parts)
         return param_state
 
+    def get_parameter_state_dp_zero(self, *args, **kwargs) -> dict[Any, Any] | None:
+        """Adds to the base: for a fully reshardable checkpoint, each bucket's padding. See [Note: shifted states]."""
+        gathered = super().get_parameter_state_dp_zero(*args, **kwargs)
+        if self._gathers_whole_buffers and gathered is not None:
+            for index, buffer in enumerate(self.buffers):
+                buckets = [(bucket.grad_data.numel(), bucket.numel_unpadded) for bucket in buffer.buckets]
+                for states in gathered[index].values():
+                    put_padding_back(states, buckets)
+        return gathered
+
     def load_parameter_state_from_fully_reshardable(self, state_dict) -> None:
         """Replaces: the counterpart of `sharded_param_state_fully_reshardable`."""
+        for index, param in self._numbered_owned_params():
+            self._set_main_param_and_optimizer_states(param, self._loaded_states(param, state_dict.get(index, {})))
+
+    def _loaded_states(self, param: torch.nn.Parameter, parts: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """What this rank owns of a param's states, as a fully reshardable checkpoint has brought them."""
         if self._loads_whole_tensors:
-            super().load_parameter_state_from_fully_reshardable(state_dict)
-            return
-        for index, param in enumerate(self._numbered_params()):
-            if param in self._owner_of:
-                states, parts = self._states_of(param), state_dict.get(index, {})
-                loaded = {key: joined(parts[key], state) for key, state in states.items() if key in parts}
-                self._set_main_param_and_optimizer_states(param, loaded)
+            owned = self._get_model_param_range_map(param)["param"]
+            return {key: whole.flatten()[owned.start : owned.end] for key, whole in parts.items()}
+        return {key: joined(parts[key], state) for key, state in self._states_of(param).items() if key in parts}
+
+    def _refuse_shifted_states(self, state_dict) -> None:
+        """Refuse a fully reshardable checkpoint of Megatron's that holds other states than were to be saved, before it
+        is used. See [Note: shifted states].
+
+        Raises:
+            CheckpointError: on all data-parallel ranks, where one has seen it.
+        """
+        found = ""
+        for index, param in self._numbered_owned_params():
+            if found := self._misplaced(param, state_dict.get(index, {})):
+                break
+        if found := first_problem(found, self.data_parallel_group):
+            self._refuse_until_loaded("a checkpoint with shifted optimizer states was loaded")
+            raise CheckpointError(
+                f"the optimizer states of this checkpoint are shifted: {found}. Megatron's own optimizer saves them so "
+                "with --dist-ckpt-optim-fully-reshardable where a bucket is padded, and what they were cannot be "
+                "restored. Load a checkpoint that was saved without that flag; or load the weights alone, which are "
+                "whole, with --no-load-optim or --finetune."
+            )
+
+    def _misplaced(self, param: torch.nn.Parameter, parts: Mapping[str, Any]) -> str:
+        """What is wrong with the places of a param's loaded master params, if anything is."""
+        parts = {key: part for key, part in parts.items() if key == "param"}
+        for master in self._loaded_states(param, parts).values():
+            # A shift may be longer than the param. In the buffer it is seen where that has the layout of the save.
+            start = self._get_model_param_range_map(param)["param"].start
+            buffer = self.buffers[self.model_param_gbuf_map[param][0]]
+            in_buffer = buffer.param_data.view(-1)[buffer.param_index_map[param][0] + start :]
+            for weights in (param.detach().view(-1)[start:], in_buffer):
+                if what := misplaced(master, weights):
+                    name = _names(self.model_chunks)[param].rpartition("module.")[2]
+                    return f"the master params of {name} are {what}"
+        return ""
+
+    def _numbered_owned_params(self) -> list[tuple[int, torch.nn.Parameter]]:
+        return [(index, param) for index, param in enumerate(self._numbered_params()) if param in self._owner_of]
 
     def _numbered_params(self) -> Iterator[torch.nn.Parameter]:
         """All params of this optimizer in Megatron's order, which is the same on all data-parallel ranks."""
@@ -666,6 +732,8 @@ class DeepStatesOptimizer(DistributedOptimizer):
         if self.is_stub_optimizer:
             super().load_state_dict(state_dict)
             return
+        if state_dict.get("param_state_sharding_type") == "fully_reshardable":
+            self._refuse_shifted_states(state_dict.get("param_state", {}))
         self._half_loaded = "a checkpoint was loaded in part, its step without its optimizer states or the reverse"
         super().load_state_dict(state_dict)
         self._loads.end()

@@ -7,12 +7,20 @@ sizes, and a range of a flattened tensor is at most 2 * dimensions - 1 boxes: ro
 are not finished. A box is contiguous in the states as well, so it is written from there, and read into them.
 
 Keys, shapes and dtypes are those of Megatron's own saves; only the cuts differ, which no reader needs to know.
+
+[Note: shifted states] To save in this layout, Megatron joins the gathered states of a buffer's buckets without the
+padding at their ends, and then looks for each param where it begins in the buffer, padding included. So behind the
+first padded bucket a param is saved with the states of elements further on: by as many as there was padding before it.
+The first elements behind that padding are in no file, and the last params end in zeros. Weights are saved as they are.
+Where this package has Megatron gather the states, `put_padding_back` puts them where Megatron looks. A file that
+Megatron has written by itself cannot be mended, since moments are lost; `misplaced` recognises it by the weights: they
+are the rounded master params of other elements.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,8 +28,28 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.utils import is_torch_min_version
+from torch.nn.functional import pad
 
-__all__ = ["Box", "Slice", "boxes", "joined", "may_be_cut", "sharded_boxes", "slices_of", "tensors_of"]
+__all__ = [
+    "Box",
+    "Slice",
+    "boxes",
+    "joined",
+    "may_be_cut",
+    "misplaced",
+    "put_padding_back",
+    "sharded_boxes",
+    "slices_of",
+    "tensors_of",
+]
+
+# So many elements of a rank's part of a param are compared, and a shift is looked for up to so many elements.
+COMPARED = 1 << 12
+LONGEST_SHIFT = 1 << 22
+# A run of elements that is looked for, and how many of them have to differ from one another: biases may be all zeros.
+RUN, DISTINCT = 16, 12
+# Elements that have to be there to tell a shift from chance.
+FEWEST = 64
 
 
 class Box(NamedTuple):
@@ -156,3 +184,64 @@ def joined(parts: Sequence[torch.Tensor], state: torch.Tensor) -> torch.Tensor:
             return torch.cat([part.reshape(-1).cpu() for part in parts])
         address += part.nbytes
     return state
+
+
+# --- Shifted states, see the note above ------------------------------------------------------------------------------
+
+
+def put_padding_back(states: MutableMapping[str, Any], buckets: Iterable[tuple[int, int]]) -> None:
+    """Give the gathered states of a buffer the places of its params, in the mapping itself.
+
+    Args:
+        states: key -> state of all buckets, flat and without their padding. What is no tensor is left alone.
+        buckets: elements of each bucket with its padding, and without.
+    """
+    buckets = list(buckets)
+    for key, state in states.items():
+        if isinstance(state, torch.Tensor):
+            parts = state.split([unpadded for _, unpadded in buckets])
+            padded = [pad(part, (0, numel - len(part))) for part, (numel, _) in zip(parts, buckets, strict=True)]
+            states[key] = torch.cat(padded)
+
+
+def misplaced(master: torch.Tensor, weights: torch.Tensor) -> str:
+    """What the master params of a checkpoint are if Megatron has shifted them; nothing where they are not shifted, or
+    where it cannot be seen (a part of a few elements, or all of one value).
+
+    Args:
+        master: flat, FP32, of what a rank owns of a param.
+        weights: flat, in the param's dtype, from the first of these elements on: those of the same checkpoint, to the
+            end of the param or of its buffer.
+    """
+    found = master[:COMPARED].to(weights.device).to(weights.dtype)
+    if _agreement(found, weights) > 0.5:
+        return ""
+    if not found.any():
+        return "zeros, and its weights are not"
+    for shift in _shifts(found, weights[: COMPARED + LONGEST_SHIFT]):
+        if len(weights) - shift >= FEWEST and _agreement(found, weights[shift:]) > 0.9:
+            return f"those of {shift:,} elements further on"
+    return ""
+
+
+def _agreement(found: torch.Tensor, weights: torch.Tensor) -> float:
+    """The share of elements that are equal; 1 for parts that are too small to say."""
+    both = min(len(found), len(weights))
+    return (found[:both] == weights[:both]).float().mean().item() if both >= FEWEST else 1.0
+
+
+def _shifts(found: torch.Tensor, weights: torch.Tensor) -> list[int]:
+    """The shifts with which the first telling run of master params is among the weights."""
+    runs = found[: len(found) // RUN * RUN].view(-1, RUN)
+    ordered = runs.float().sort(dim=1).values
+    telling = ((ordered[:, 1:] != ordered[:, :-1]).sum(dim=1) >= DISTINCT - 1).nonzero()
+    if len(telling) == 0:
+        return []
+    at = int(telling[0]) * RUN
+    places = len(weights) - at - RUN + 1
+    if places <= 0:
+        return []
+    equal = torch.ones(places, dtype=torch.bool, device=weights.device)
+    for index in range(at, at + RUN):
+        equal &= weights[index : index + places] == found[index]
+    return equal.nonzero().view(-1).tolist()

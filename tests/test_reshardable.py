@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
-from megatron_dos.reshardable import Slice, boxes, joined, sharded_boxes, slices_of
+from megatron_dos import reshardable
+from megatron_dos.reshardable import Slice, boxes, joined, misplaced, put_padding_back, sharded_boxes, slices_of
 
 SHAPES = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 
@@ -100,3 +101,78 @@ def test_a_tensor_that_may_have_another_size_in_the_file_is_not_read_in_place():
     (saved,) = sharded_boxes(resizable, 0, state, "param", 0, is_loading=False)
     (wanted,) = sharded_boxes(resizable, 0, state, "param", 0, is_loading=True)
     assert saved.data.data_ptr() == state.data_ptr() != wanted.data.data_ptr()
+
+
+# ---- States that Megatron has shifted -------------------------------------------------------------------------------
+
+
+def masters(numel: int = 5000, seed: int = 0) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * 0.02
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+
+
+def test_padding_goes_back_behind_each_bucket():
+    states = {"param": torch.arange(1.0, 8.0), "numel_unpadded": 7}
+    put_padding_back(states, [(4, 3), (4, 4)])
+    assert states["param"].tolist() == [1, 2, 3, 0, 4, 5, 6, 7]
+    assert states["numel_unpadded"] == 7
+
+
+@DTYPES
+@pytest.mark.parametrize("shift", [1, 32, 4000])
+def test_a_shift_is_found(dtype, shift):
+    whole = masters()
+    assert misplaced(whole[shift:], whole.to(dtype)) == f"those of {shift:,} elements further on"
+
+
+@DTYPES
+def test_masters_of_the_weights_are_in_their_places(dtype):
+    assert misplaced(masters(), masters().to(dtype)) == ""
+
+
+def test_masters_that_are_zeros_are_shifted_beyond_all_states():
+    assert misplaced(torch.zeros(100), masters().bfloat16()) == "zeros, and its weights are not"
+    assert misplaced(torch.zeros(100), torch.zeros(100)) == ""
+
+
+def test_a_shift_is_found_behind_elements_of_one_value():
+    whole = torch.cat([torch.ones(64), torch.zeros(64), masters()])
+    assert misplaced(whole[32:], whole.bfloat16()) == "those of 32 elements further on"
+
+
+@pytest.mark.parametrize(
+    ("master", "weights"),
+    [
+        (masters(), masters(seed=1).bfloat16()),  # weights that are loaded later
+        (masters()[32:95], masters().bfloat16()),  # too few
+        (torch.ones(500), torch.zeros(500)),
+        (torch.tensor([1.0, 2.0]).repeat(300), torch.tensor([2.0, 1.0]).repeat(300)),
+        (masters(), masters()[32:].bfloat16()),  # of elements before
+        (torch.cat([masters()[32:112], masters(seed=2)]), masters().bfloat16()),  # a run that is there by chance
+    ],
+)
+def test_other_differences_are_no_shift(master, weights):
+    assert misplaced(master, weights) == ""
+
+
+def test_a_few_elements_may_be_rounded_otherwise():
+    whole, rounded = masters(), masters().bfloat16()
+    rounded[::20] *= 1.01
+    assert misplaced(whole, rounded) == ""
+    rounded[::3] *= 1.5
+    assert misplaced(whole, rounded) == ""
+
+
+@pytest.mark.parametrize(
+    ("constant", "value", "check"),
+    [
+        ("FEWEST", 16, lambda: misplaced(masters()[32:95], masters().bfloat16())),
+        ("DISTINCT", 2, lambda: misplaced(*(torch.tensor(v).repeat(300) for v in ([1.0, 2.0], [2.0, 1.0])))),
+    ],
+)
+def test_the_thresholds_are_what_keeps_chance_out(monkeypatch, constant, value, check):
+    assert check() == ""
+    monkeypatch.setattr(reshardable, constant, value)
+    assert check() != ""

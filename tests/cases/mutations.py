@@ -133,6 +133,20 @@ def loads_leave_the_masters_behind(replace: Replace = setattr) -> None:
     replace(DeepStatesOptimizer, "_set_main_param_and_optimizer_states", put_moments)
 
 
+def shifted_states_are_loaded(replace: Replace = setattr) -> None:
+    """Case 3: nobody compares the master params of a fully reshardable checkpoint with its weights."""
+    from megatron_dos import optimizer
+
+    replace(optimizer, "misplaced", lambda master, weights: "")
+
+
+def gathered_states_lose_their_padding(replace: Replace = setattr) -> None:
+    """Case 3: states that Megatron gathers for a fully reshardable save are not put where it looks for them."""
+    from megatron_dos import optimizer
+
+    replace(optimizer, "put_padding_back", lambda states, buckets: None)
+
+
 def forked_writers_see_later_steps(replace: Replace = setattr) -> None:
     """Case 4: what a save has handed out is not copied before a writer is forked."""
     from megatron_dos import checkpoint

@@ -11,7 +11,7 @@ import race_check
 import test_cuda_device
 import torch
 from case_runs import CHECKPOINT_FORMATS, arguments_of, different_ends, in_ranks, prepare, rewind
-from harness import PRECISIONS, TINY, differences, same_bits
+from harness import PRECISIONS, TINY, CaseFailure, differences, same_bits
 from shown_to_fail import fails_under
 
 from megatron_dos import engine, partition
@@ -125,6 +125,40 @@ def test_case_03_resume_of_an_overfitted_model(megatron, mutation, overfitted):
     assert resumed.losses[0] == unbroken.losses[20], "the loss before any step"
     assert resumed.losses[1:] == unbroken.losses[21:], f"the loss after one step: {resumed.losses}"
     assert not different_ends(resumed, unbroken), "after one step"
+
+
+# Several buckets that end in padding. Megatron's own fully reshardable saves hold shifted states then.
+PADDED_BUCKETS = ["--overlap-grad-reduce", "--ddp-bucket-size", "20000", "--dist-ckpt-optim-fully-reshardable"]
+STOCK_OF_BUCKETS = [*TINY, *PRECISIONS["bf16"], "--global-batch-size", "4", *PADDED_BUCKETS]
+
+
+@pytest.fixture(scope="module")
+def shifted(megatron, tmp_path_factory):
+    """A checkpoint of Megatron's own optimizer."""
+    folder = tmp_path_factory.mktemp("shifted")
+    megatron.train(STOCK_OF_BUCKETS, 2, "numpy", 3, save=folder)
+    return folder
+
+
+@fails_under(shifted_states_are_loaded="a checkpoint with shifted states was loaded")
+def test_case_03_states_that_megatron_has_saved_in_other_places(megatron, mutation, shifted):
+    common = arguments_of("dp2", *PADDED_BUCKETS)
+    try:
+        megatron.train(common, 2, "dos", 0, load=shifted, prepare=prepare(mutation))
+    except CaseFailure as refused:
+        found = str(refused)
+    else:
+        found = ""
+    assert "the optimizer states of this checkpoint are shifted" in found, "a checkpoint with shifted states was loaded"
+
+
+@fails_under(gathered_states_lose_their_padding="param of decoder.layers.1.pre_mlp_layernorm.bias of rank 0")
+def test_case_03_gathered_states_are_saved_in_their_places(megatron, mutation, tmp_path):
+    common = arguments_of("dp2", *PADDED_BUCKETS)
+    gathers = "checkpoint_life:torch_is_too_old"
+    saved = megatron.train(common, 2, "dos", 3, save=tmp_path, prepare=prepare(mutation, gathers))
+    found = different_ends(megatron.train(STOCK_OF_BUCKETS, 2, "numpy", 0, load=tmp_path), saved)
+    assert not found, found
 
 
 @pytest.fixture(scope="module")

@@ -273,7 +273,7 @@ class _Attempts:
     def load(self, name: str, folder: Path, way: str, **arguments: Any) -> None:
         self._try(name, lambda: checkpoints.load(*self._run(), folder, way, **arguments))
         outcome = self.outcomes[name]
-        outcome["step"] = reason_of(lambda: _step_with_no_grads(self._model, self._optimizer))
+        outcome["step"] = reason_of(lambda: step_with_no_grads(self._model, self._optimizer))
         if outcome["step"]:
             outcome["save"] = reason_of(lambda: checkpoints.save(*self._run(), folder.parent / "never", way, 7))
 
@@ -297,7 +297,7 @@ def reason_of(what: Callable[[], Any]) -> str:
     return ""
 
 
-def _step_with_no_grads(model: Any, optimizer: Any) -> None:
+def step_with_no_grads(model: Any, optimizer: Any) -> None:
     """A step that changes nothing but the moments and the counter."""
     for chunk in model:
         chunk.zero_grad_buffer()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import flat
 import torch
-from checkpoint_faults import differences
+from checkpoint_faults import differences, reason_of, step_with_no_grads
 from flat import FlatRun, load_states, random_grads, save_states
 
 
@@ -34,6 +38,43 @@ def torch_is_too_old() -> None:
     from megatron_dos import optimizer
 
     optimizer.may_be_cut = lambda: False
+
+
+def params_are_cut_by_columns() -> None:
+    """Before set-up: a checkpoint keeps the left and the right half of a gated MLP's matrix, which are no ranges of it.
+    Without tensor parallelism."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.transformer import mlp
+
+    make = mlp.apply_swiglu_sharded_factory
+
+    def by_columns(entry: Any, offsets: Any, *args: Any, **kwargs: Any) -> Any:
+        def build(key: str, tensor: torch.Tensor, replica_id: Any, flattened_range: Any) -> list[Any]:
+            last, cut = len(offsets) + tensor.ndim - 1, {"replica_id": replica_id, "prepend_axis_num": len(offsets)}
+            halves = [half.contiguous() for half in tensor.chunk(2, dim=-1)]
+            return [
+                ShardedTensor.from_rank_offsets(key, half, *offsets, (last, index, 2), **cut)
+                for index, half in enumerate(halves)
+            ]
+
+        factory = make(entry, offsets, *args, **kwargs)
+        return replace(factory, build_fn=build, merge_fn=lambda halves: torch.cat(halves, dim=-1))
+
+    mlp.apply_swiglu_sharded_factory = by_columns
+
+
+def loads_and_steps(point: str, model: Any, optimizer: Any, args: Any) -> Any:
+    """At the start: load from each folder of CHECKPOINTS, step and save; what was raised by each."""
+    if point != "start":
+        return None
+    outcomes = []
+    for folder in map(Path, json.loads(os.environ["CHECKPOINTS"])["folders"]):
+        outcomes.append({
+            "load": reason_of(lambda folder=folder: checkpoints.load(model, optimizer, args, folder)),
+            "step": reason_of(lambda: step_with_no_grads(model, optimizer)),
+            "save": reason_of(lambda folder=folder: checkpoints.save(model, optimizer, args, folder / "again")),
+        })  # fmt: skip
+    return outcomes
 
 
 def trained_on_after_a_load(folder: str) -> list[str]:

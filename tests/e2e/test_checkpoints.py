@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import WAYS
-from harness import LAYOUTS, PRECISIONS, ROOT, TINY, CaseFailure, Megatron, assert_same_bits, differences, same_bits
+from harness import LAYOUTS, PRECISIONS, ROOT, TINY, CaseFailure, Megatron, assert_same_bits, same_bits
 
 PAGE = ROOT / "docs" / "checkpoints.md"
 BEGIN, END = "<!-- table of tests/e2e/test_checkpoints.py: begin -->", "<!-- end -->"
@@ -23,7 +23,10 @@ STOCK = [*TINY, *PRECISIONS["bf16"], "--global-batch-size", "8", "--swiglu"]
 COMMON = [*STOCK, "--dos-subgroup-size", "3000", "--dos-resident-share", "0.3"]
 EXPERTS = ["--num-experts", "4", "--expert-model-parallel-size"]
 
-SOURCES = {"dp2": LAYOUTS["dp2"], "ep2": (2, [*EXPERTS, "2"])}
+# Four buckets, whose last elements are padding.
+BUCKETS = ["--overlap-grad-reduce", "--ddp-bucket-size", "20000"]
+
+SOURCES = {"dp2": LAYOUTS["dp2"], "ep2": (2, [*EXPERTS, "2"]), "buckets": (2, BUCKETS)}
 CHANGES = {
     "none": ("dp2", *LAYOUTS["dp2"]),
     "DP 2 → 1": ("dp2", *LAYOUTS["dp1"]),
@@ -32,10 +35,13 @@ CHANGES = {
     "PP 1 → 2": ("dp2", *LAYOUTS["pp2"]),
     "none, EP 2": ("ep2", *SOURCES["ep2"]),
     "EP 2 → 1": ("ep2", 2, [*EXPERTS, "1"]),
+    "none, padded buckets": ("buckets", *SOURCES["buckets"]),
+    "DP 2 → 1, padded buckets": ("buckets", 1, BUCKETS),
 }
 """Change of the layout -> the source, and ranks and arguments of the process that loads."""
 DIRECTIONS = {"ours → ours": ("dos", "dos"), "ours → stock": ("dos", "numpy"), "stock → ours": ("numpy", "dos")}
 """Direction -> who saves and who loads."""
+SHIFTED = "CheckpointError: the optimizer states of this checkpoint are shifted: "
 
 
 def arguments(optimizer: str, layout: list[str]) -> list[str]:
@@ -60,7 +66,8 @@ class Matrix:
             ways = [way for way in WAYS if way not in self.failed_saves[source, "dos"]]
             for loader in ("dos", "numpy"):
                 # What the stock optimizer makes of its own files is needed where something may fail.
-                savers = ("dos",) if loader == "numpy" and change.startswith(("none", "DP")) else ("dos", "numpy")
+                fails = source == "buckets" or not change.startswith(("none", "DP"))
+                savers = ("dos",) if loader == "numpy" and not fails else ("dos", "numpy")
                 folders = {saver: str(folder / source / saver) for saver in savers}
                 order = {"folders": list(folders.values()), "ways": ways}
                 run = self.run(megatron, loader, ranks, layout, 0, "load_from_all", order)
@@ -100,7 +107,10 @@ class Matrix:
 
     def cell(self, change: str, direction: str, way: str) -> str:
         saver, loader = DIRECTIONS[direction]
-        if any(self.errors(change, saver, loader, way)):
+        errors = self.errors(change, saver, loader, way)
+        if all(error.startswith(SHIFTED) for error in errors):
+            return "refused"
+        if any(errors):
             return "no"
         return "DIFFERS" if self.differs(change, saver, loader, way) else "yes"
 
@@ -131,7 +141,10 @@ def test_what_was_saved_comes_back_to_the_bit_or_the_stock_optimizer_fails_too(m
     saver, loader = DIRECTIONS[direction]
     for way in WAYS:
         errors = matrix.errors(change, saver, loader, way)
-        if any(errors):
+        if all(error.startswith(SHIFTED) for error in errors):
+            # They are not what was saved, says Megatron's own optimizer, which loads them.
+            assert matrix.differs(change, "numpy", "numpy", way) == ["tensors"], way
+        elif any(errors):
             # The limit is Megatron's own: its optimizer says the same of its own files.
             assert errors == matrix.errors(change, "numpy", "numpy", way), way
         else:
@@ -144,8 +157,11 @@ def test_layouts_that_can_change_are_not_refused(matrix):
     for direction in DIRECTIONS:
         for way in kept:
             for change in CHANGES:
-                if ("fully reshardable" in way and change != "EP 2 → 1") or change.startswith(("none", "DP")):
-                    assert matrix.cell(change, direction, way) == "yes", (way, direction, change)
+                reshardable = "fully reshardable" in way
+                shifted = reshardable and direction == "stock → ours" and change.endswith("padded buckets")
+                if (reshardable and change != "EP 2 → 1") or change.startswith(("none", "DP")):
+                    expected = "refused" if shifted else "yes"
+                    assert matrix.cell(change, direction, way) == expected, (way, direction, change)
 
 
 def test_a_fully_reshardable_checkpoint_can_change_expert_parallelism(megatron, matrix):
@@ -272,16 +288,83 @@ def test_several_optimizer_instances_save_each_state_once(megatron, tmp_path, lo
             assert_same_rank(mine, twin)
 
 
-def test_states_of_tied_embeddings_are_saved_as_they_are_where_megatrons_own_save_changes_them(megatron, tmp_path):
-    common = [*TINY, "--global-batch-size", "8", "--bf16", RESHARDABLE, "--pipeline-model-parallel-size", "2"]
+# What pads a bucket that is not the last of its buffer -> ranks and arguments.
+PADDED = {
+    "buckets": (1, BUCKETS),
+    "experts": (2, [*EXPERTS, "2", *BUCKETS]),
+    "tied embeddings": (4, ["--pipeline-model-parallel-size", "2"]),
+    # The second bucket begins behind all that Megatron has gathered, so that its states are saved as zeros. Two of four
+    # ranks own nothing.
+    "padding longer than params": (4, [*BUCKETS, "--hidden-size", "32", "--ddp-pad-buckets-for-high-nccl-busbw"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "precision"),
+    [("buckets", "fp32"), ("buckets", "fp16"), *((case, "bf16") for case in PADDED if case != "buckets")],
+)
+def test_states_are_saved_as_they_are_where_megatrons_own_save_shifts_them(megatron, tmp_path, case, precision):
+    ranks, layout = PADDED[case]
+    common = [*TINY, *layout, "--global-batch-size", "8", *PRECISIONS[precision], RESHARDABLE]
     saved = {
-        saver: megatron.train([*common, *more], 4, saver, 3, save=tmp_path / saver)
+        saver: megatron.train([*common, *more], ranks, saver, 3, save=tmp_path / saver)
         for saver, more in (("dos", SUBGROUPS), ("numpy", []))
     }
     for loader in ("dos", "numpy"):
-        assert_same_end(megatron.train(common, 4, loader, 0, load=tmp_path / "dos"), saved["dos"])
-    changed = megatron.train(common, 4, "numpy", 0, load=tmp_path / "numpy")
-    assert any("embedding" in one for one in differences(changed, saved["numpy"])), "docs/checkpoints.md says so"
+        assert_same_end(megatron.train(common, ranks, loader, 0, load=tmp_path / "dos"), saved["dos"])
+    shifted = megatron.train(common, ranks, "numpy", 0, load=tmp_path / "numpy")
+    with pytest.raises(AssertionError):
+        assert_same_end(shifted, saved["numpy"])
+    with pytest.raises(CaseFailure, match=SHIFTED):
+        megatron.train(common, ranks, "dos", 0, load=tmp_path / "numpy")
+
+
+@pytest.fixture(scope="module")
+def shifted_checkpoint(megatron, tmp_path_factory) -> Path:
+    """Of Megatron's own, fully reshardable, from several buckets at DP 2."""
+    folder = tmp_path_factory.mktemp("shifted")
+    megatron.train([*STOCK, *BUCKETS, RESHARDABLE], 2, "numpy", 3, save=folder)
+    return folder
+
+
+@pytest.mark.parametrize("layout", ["dp1", "dp4", "tp2", "pp2"])
+def test_shifted_states_are_refused_in_every_layout(megatron, shifted_checkpoint, layout):
+    ranks, flags = LAYOUTS[layout]
+    with pytest.raises(CaseFailure, match=f"{SHIFTED}the master params of .* are those of [0-9]+ elements further on"):
+        megatron.train(arguments("dos", flags), ranks, "dos", 0, load=shifted_checkpoint)
+
+
+@pytest.mark.parametrize(
+    "flags", [["--no-load-optim", "--no-load-rng", "--override-opt_param-scheduler"], ["--finetune"]]
+)
+def test_the_way_out_of_shifted_states_trains_as_with_the_stock_optimizer(megatron, shifted_checkpoint, flags):
+    common = [*STOCK, *BUCKETS, *flags]
+    ours, stock = (
+        megatron.train(common, 2, optimizer, 3 if "--finetune" in flags else 6, load=shifted_checkpoint)
+        for optimizer in ("dos", "numpy")
+    )
+    assert len(ours.losses) == 3
+    assert_same_bits(ours, stock)
+
+
+def test_no_step_is_possible_after_shifted_states_until_whole_ones_are_loaded(megatron, shifted_checkpoint, tmp_path):
+    common = [*COMMON, *BUCKETS]
+    megatron.train([*common, RESHARDABLE], 2, "dos", 3, save=tmp_path)
+    order = {"folders": [str(shifted_checkpoint), str(tmp_path)]}
+    run = megatron.train(
+        common,
+        2,
+        "dos",
+        0,
+        inspect="checkpoint_life:loads_and_steps",
+        environment={"CHECKPOINTS": json.dumps(order)},
+    )
+    (first, last), others = run.of_rank[0].inspected["start"][0], run.of_rank[1].inspected["start"][0]
+    assert first["load"].startswith(SHIFTED)
+    assert first["step"].startswith("CheckpointError: no step is possible: a checkpoint with shifted optimizer states")
+    assert first["save"].startswith("CheckpointError: no save is possible: a checkpoint with shifted optimizer states")
+    assert last == {"load": "", "step": "", "save": ""}
+    assert [first, last] == others, "all ranks say the same"
 
 
 def test_a_rank_that_owns_nothing_trains_on_after_a_load(megatron, tmp_path):
@@ -291,12 +374,28 @@ def test_a_rank_that_owns_nothing_trains_on_after_a_load(megatron, tmp_path):
 
 
 @pytest.mark.parametrize(("saver", "loader"), DIRECTIONS.values(), ids=DIRECTIONS)
-def test_whole_tensors_are_saved_and_loaded_where_torch_cannot_cut_them_unevenly(megatron, tmp_path, saver, loader):
-    common = [*TINY, *DP2, "--bf16", RESHARDABLE]
-    prepare = "checkpoint_life:torch_is_too_old"
+def test_an_empty_rank_and_padding_at_the_end_alone_change_nothing(megatron, tmp_path, saver, loader):
+    layout = ["--hidden-size", "32", "--ddp-pad-buckets-for-high-nccl-busbw", "--global-batch-size", "8"]
+    common = [*TINY, *layout, "--bf16", RESHARDABLE]
+    saved = megatron.train(common, 4, saver, 3, save=tmp_path)
+    assert [bool(rank.states) for rank in saved.of_rank] == [True, True, True, False]
+    assert_same_end(megatron.train(common, 4, loader, 0, load=tmp_path), saved)
+
+
+@pytest.mark.parametrize("prepare", ["torch_is_too_old", "params_are_cut_by_columns"])
+@pytest.mark.parametrize(("saver", "loader"), [*DIRECTIONS.values()], ids=DIRECTIONS)
+@pytest.mark.parametrize("layout", [[], BUCKETS], ids=["one bucket", "padded buckets"])
+def test_whole_tensors_are_saved_and_loaded_where_they_cannot_be_cut(
+    megatron, tmp_path, saver, loader, layout, prepare
+):
+    common = [*STOCK, *layout, RESHARDABLE]
+    prepare = f"checkpoint_life:{prepare}"
     saved = megatron.train(common, 2, saver, 3, save=tmp_path, prepare=prepare)
-    loaded = megatron.train(common, 2, loader, 0, load=tmp_path, prepare=prepare)
-    assert_same_end(loaded, saved)
+    if layout and saver == "numpy":
+        with pytest.raises(CaseFailure, match=SHIFTED):
+            megatron.train(common, 2, loader, 0, load=tmp_path, prepare=prepare)
+    else:
+        assert_same_end(megatron.train(common, 2, loader, 0, load=tmp_path, prepare=prepare), saved)
 
 
 HYBRID = ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]
