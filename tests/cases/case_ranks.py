@@ -114,20 +114,10 @@ def accumulate_micro_batches(early: bool) -> dict[str, Any]:
     for name, deep in (("ours", True), ("stock", False)):
         options = {"dos_overlap_grad_d2h": "on"} if deep and early else {}
         run = FlatRun("bfloat16", deep=deep, clip_grad=0.5, overlap_grad_reduce=early, **options)
-        run.ddp.zero_grad_buffer()
-        run.optimizer.zero_grad()
-        factors = (1, -1, 3, 0)
-        for number, factor in enumerate(factors):
-            last = number == len(factors) - 1
-            with contextlib.nullcontext() if last else run.ddp.no_sync():
-                loss = sum(
-                    (param * (grad * factor).to(param)).sum() for param, grad in zip(run.params, grads, strict=True)
-                )
-                loss.backward()
+        run.backward(*([grad * factor for grad in grads] for factor in (1, -1, 3, 0)))
         if deep:
             oracle, decays = Oracle(run.weights()), decays_of(run)
             outcome["early slots"] = run.inner._engine.options.early_slots
-        run.ddp.finish_grad_sync()
         _, outcome[name], _ = run.optimizer.step()
         if deep:
             clip = float(np.float32(0.5 / (outcome["ours"] + 1e-6)))

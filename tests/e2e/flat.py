@@ -7,6 +7,7 @@ here that a test calls takes and returns plain values and tensors, and runs in e
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ class FlatRun:
         grads_in_fp32: dtype of the main grads: FP32, or that of the param.
         deep: deep optimizer states, or Megatron's own optimizer.
         overlap_grad_reduce: reduce the grads in the backward pass.
+        bucket_size: least number of parameters in a bucket; None for Megatron's default.
         options: more fields of OptimizerConfig.
     """
 
@@ -52,6 +54,7 @@ class FlatRun:
         deep: bool = True,
         seed: int = 0,
         overlap_grad_reduce: bool = False,
+        bucket_size: int | None = None,
         **options: Any,
     ) -> None:
         from megatron.core import parallel_state, tensor_parallel
@@ -67,6 +70,7 @@ class FlatRun:
             grad_reduce_in_fp32=grads_in_fp32,
             use_distributed_optimizer=True,
             overlap_grad_reduce=overlap_grad_reduce,
+            bucket_size=bucket_size,
         )
         module = make_model(torch_dtype, seed)
         self.ddp = DistributedDataParallel(module.config, ddp_config, module)
@@ -101,6 +105,16 @@ class FlatRun:
             put(param, grad)
         self.ddp.finish_grad_sync()
         return self.optimizer.step()
+
+    def backward(self, *micro_batches: list[torch.Tensor]) -> None:
+        """Backward passes that accumulate these grads, and their reduction."""
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        for number, grads in enumerate(micro_batches, 1):
+            with nullcontext() if number == len(micro_batches) else self.ddp.no_sync():
+                pairs = zip(self.params, grads, strict=True)
+                sum((param * grad.to(param)).sum() for param, grad in pairs).backward()
+        self.ddp.finish_grad_sync()
 
     def sharded_model(self) -> dict[str, Any]:
         """The model's sharded state dict, as Megatron's optimizers need it for checkpoints."""
