@@ -79,12 +79,22 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
 
 
-def use_adversarial_device(seed: int = 0) -> None:
-    """Run every step's program in random orders that only its streams and dependencies limit."""
+def use_adversarial_device(seed: int = 0, all_early: bool = False) -> None:
+    """Run every step's program in random orders that only its streams and dependencies limit.
+
+    Args:
+        all_early: what may run in the backward pass does so; otherwise some of it, by chance.
+    """
     from megatron_dos import optimizer
     from megatron_dos.device.sim import SimDevice
 
-    optimizer.make_device = lambda device: SimDevice(seed=1000 * seed + torch.distributed.get_rank())
+    class PromptDevice(SimDevice):
+        def begin(self, op: Any, handler: Any) -> None:
+            handler(op)
+            self._begun.add(op.subgroup)
+
+    device_class = PromptDevice if all_early else SimDevice
+    optimizer.make_device = lambda device: device_class(seed=1000 * seed + torch.distributed.get_rank())
 
 
 def change_share(point: str, model: Any, optimizer: Any, args: Any) -> Any:
