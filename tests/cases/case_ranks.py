@@ -19,7 +19,7 @@ import flat
 import mutations
 import numpy as np
 import torch
-from edited_grads import edit_reduced_grads  # noqa: F401 (called by name)
+from edited_grads import edit_reduced_grads, sum_reduced_grads  # noqa: F401 (called by name)
 from flat import FlatRun, Oracle, decays_of, load_states, random_grads, save_states
 from hooks import use_adversarial_device
 from rank_main import distributed_optimizers

@@ -199,6 +199,23 @@ def reductions_count_as_edits(replace: Replace = setattr) -> None:
     replace(EarlyGrads, "_finish_grad_sync", lambda self, finish, buckets, *args, **kwargs: finish(*args, **kwargs))
 
 
+def only_matrices_are_known(replace: Replace = setattr) -> None:
+    """Case 5: vectors, whose grads Megatron may sum once more, are taken for matrices."""
+    _without_a_reason_to_change(replace, lambda name, param: (name, param.flatten().unsqueeze(0)))
+
+
+def embeddings_are_not_known_by_name(replace: Replace = setattr) -> None:
+    """Case 5: an embedding, whose grad Megatron may sum once more, needs a mark to be known."""
+    _without_a_reason_to_change(replace, lambda name, param: ("", param))
+
+
+def _without_a_reason_to_change(replace: Replace, disguise: Callable[[str, Any], tuple[str, Any]]) -> None:
+    from megatron_dos import optimizer
+
+    original = optimizer.may_change
+    replace(optimizer, "may_change", lambda name, param: original(*disguise(name, param)))
+
+
 def buckets_are_released_at_once(replace: Replace = setattr) -> None:
     """Case 6: the all-gather of a bucket, and with it the next forward pass, does not wait for its last write.
 

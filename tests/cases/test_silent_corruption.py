@@ -195,6 +195,12 @@ def test_case_05_grads_edited_after_their_reduction(megatron, mutation):
             assert outcome["again"] == outcome["expected again"], f"{name}: sent again {outcome['again']}"
 
 
+@fails_under(only_matrices_are_known="p[02]", embeddings_are_not_known_by_name="p3")
+def test_case_05_grads_summed_after_their_reduction(megatron, mutation):
+    for found in in_ranks(megatron, "sum_reduced_grads", 2, mutation):
+        assert not found, f"other than the stock optimizer: {found}"
+
+
 # ---- 6: races between streams ---------------------------------------------------------------------------------------
 
 

@@ -110,6 +110,32 @@ def edit_reduced_grads(
     return {name: _outcome(edit, dtype, grads_in_fp32, when, inf_at) for name, edit in EDITS.items()}
 
 
+def sum_reduced_grads() -> list[str]:
+    """Steps in which grads are summed once more, as Megatron does for norms and embeddings: which params then differ.
+
+    None of the params has a mark; three are no matrices or have the name of an embedding.
+    """
+    use_adversarial_device(all_early=True)
+    use_numpy_adam()
+    settings: dict[str, Any] = {"names": {3: "word_embeddings_weight"}, "overlap_grad_reduce": True, "bucket_size": 20}
+    early = {"dos_overlap_grad_d2h": "on", "dos_early_grad_slots": 1000}
+    ours, stock = (FlatRun(deep=deep, **settings, **(early if deep else {})) for deep in (True, False))
+    for step in range(1, STEPS + 1):
+        for run in (ours, stock):
+            run.backward(random_grads(step))
+            # Another sum in each step: Adam does not see a constant factor.
+            for index in (*NO_MATRICES, 3):
+                for _ in range(step):
+                    torch.distributed.all_reduce(_grad(run, index))
+            run.optimizer.step()
+    return _differences(ours, stock)
+
+
+def _differences(run: FlatRun, other: FlatRun) -> list[str]:
+    pairs = enumerate(zip(run.weights(), other.weights(), strict=True))
+    return [f"p{index}" for index, (mine, theirs) in pairs if not torch.equal(mine, theirs)]
+
+
 def _outcome(edit: Edit, dtype: str, grads_in_fp32: bool, when: str, inf_at: int) -> dict[str, Any]:
     settings: dict[str, Any] = {"weight_decay": 0.0, "clip_grad": 0.5, "overlap_grad_reduce": True, "bucket_size": 20}
     if dtype == "float16":
@@ -127,11 +153,7 @@ def _outcome(edit: Edit, dtype: str, grads_in_fp32: bool, when: str, inf_at: int
         steps.append([_step(run, edits, when) for run in (ours, stock)])
     changed = set(range(len(SHAPES))) if edit.seen_in is None else edit.seen_in | NO_MATRICES
     return {
-        "differences": [
-            f"p{index}"
-            for index, (one, other) in enumerate(zip(ours.weights(), stock.weights(), strict=True))
-            if not torch.equal(one, other)
-        ],
+        "differences": _differences(ours, stock),
         "steps": steps,
         "moved": [int((one != other).sum()) for one, other in zip(before, ours.weights(), strict=True)],
         "again": _sent_again(ours),

@@ -18,7 +18,8 @@ SHAPES = ((1,), (3, 5), (17,), (64, 64), (129, 7), (512, 64))
 KEPT_IN_FP32 = (2, 4)  # as routers and norms are, among 16-bit params
 
 
-def make_model(dtype: torch.dtype, seed: int) -> torch.nn.Module:
+def make_model(dtype: torch.dtype, seed: int, names: dict[int, str] | None = None) -> torch.nn.Module:
+    """Params of SHAPES; `names` gives some of them another name than p0, p1, ..."""
     from megatron.core.transformer.module import MegatronModule
 
     class Flat(MegatronModule):
@@ -28,7 +29,7 @@ def make_model(dtype: torch.dtype, seed: int) -> torch.nn.Module:
             for index, shape in enumerate(SHAPES):
                 values = torch.randn(shape, generator=generator)
                 param = torch.nn.Parameter(values.to(torch.float32 if index in KEPT_IN_FP32 else dtype).cuda())
-                self.register_parameter(f"p{index}", param)
+                self.register_parameter((names or {}).get(index, f"p{index}"), param)
 
     from megatron.core.transformer import TransformerConfig
 
@@ -44,6 +45,7 @@ class FlatRun:
         deep: deep optimizer states, or Megatron's own optimizer.
         overlap_grad_reduce: reduce the grads in the backward pass.
         bucket_size: least number of parameters in a bucket; None for Megatron's default.
+        names: see `make_model`.
         options: more fields of OptimizerConfig.
     """
 
@@ -55,6 +57,7 @@ class FlatRun:
         seed: int = 0,
         overlap_grad_reduce: bool = False,
         bucket_size: int | None = None,
+        names: dict[int, str] | None = None,
         **options: Any,
     ) -> None:
         from megatron.core import parallel_state, tensor_parallel
@@ -72,7 +75,7 @@ class FlatRun:
             overlap_grad_reduce=overlap_grad_reduce,
             bucket_size=bucket_size,
         )
-        module = make_model(torch_dtype, seed)
+        module = make_model(torch_dtype, seed, names)
         self.ddp = DistributedDataParallel(module.config, ddp_config, module)
         self.params = list(module.parameters())
         settings: dict[str, Any] = {
