@@ -96,7 +96,9 @@ class DosOptions:
     infinities and clipping come before any update, as ever, and the result is the same to the bit, but for the last
     bits of a norm that Transformer Engine or Apex computes. Needs --overlap-grad-reduce; auto does it where that is on
     and there is a GPU, but not with CUDA_DEVICE_MAX_CONNECTIONS=1, TORCH_NCCL_BLOCKING_WAIT=1 or
-    --log-num-zeros-in-grad."""
+    --log-num-zeros-in-grad. Gradients that a training loop edits in place before the step are sent again; torch does
+    not count writes through .data, NumPy, raw pointers, collectives or CUDA graphs: code that writes so needs
+    torch.autograd.graph.increment_version(param.main_grad) after it, or off."""
 
     dos_early_grad_slots: int = field(default=0, metadata={"metavar": "SUBGROUPS", "maximum": 2**16})
     """Number of subgroups whose gradients may be sent in the backward pass: each takes host memory of at most 4 bytes

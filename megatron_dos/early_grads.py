@@ -3,15 +3,28 @@
 Nothing is updated with them before Megatron has taken the norm of all grads and checked that they are finite; what it
 then finds, the loss scale and the clip factor, is applied inside the update.
 
-[Note: grads that change] Some grads are not final when their bucket is reduced: Megatron sums those of norms over
-tensor-parallel ranks and those of embeddings over pipeline stages afterwards. Their part of a subgroup is sent once
-more in the step. Which they are cannot be seen from the tensors, so every parameter that Megatron may treat in this way
-in some configuration counts: all but matrices, and all with one of the marks it looks for.
+[Note: grads that change] The update must see the grads that the step would read, so those that change between their
+reduction and the step are sent once more. There are two kinds of them:
+
+  - Megatron sums some grads again: those of norms over tensor-parallel ranks, those of embeddings over pipeline stages.
+    Torch does not count what a collective writes, and which grads they are cannot be seen from the tensors. So every
+    parameter that Megatron may treat in this way in some configuration is sent again in each step: all but matrices,
+    and all with one of the marks it looks for.
+  - A training loop edits grads: it masks, freezes or scales them. Torch counts the in-place operations on a tensor and
+    on all its views, so the counts at the sending are compared with those at the step.
+
+Megatron's grads are views of one tensor for all buckets, with one count, which moves throughout the backward pass. So
+the grad of each parameter and the memory of each bucket are replaced by aliases of the same memory, each with a count
+of its own. An edit is then seen wherever it is made: of `param.main_grad` (that parameter is sent again), of
+`bucket.grad_data` (all of the bucket) or of `buffer.grad_data` (all of the buffer, as for `scale_gradients`).
+
+Torch does not count writes through `.data`, NumPy or raw pointers, collectives, or the replay of a CUDA graph.
+`torch.autograd.graph.increment_version(param.main_grad)` counts one by hand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -56,7 +69,8 @@ class EarlyGrads:
         model_chunks: Megatron's DDP-wrapped chunks.
         buffers: the optimizer's buffers, in its order.
         engine: where the grads go.
-        grad_of: parameter shard -> its grad, a flat view into the grad buffer.
+        params: by parameter shard, the model parameter that it is a part of.
+        grad_of: parameter shard -> its grad, a flat view of `main_grad`.
     """
 
     def __init__(
@@ -64,29 +78,91 @@ class EarlyGrads:
         model_chunks: Sequence[Any],
         buffers: Sequence[Any],
         engine: UpdateEngine,
+        params: Sequence[torch.nn.Parameter],
         grad_of: Callable[[int], torch.Tensor],
     ) -> None:
         self._engine = engine
-        self._grad_of = grad_of
+        self._params = params
+        _count_edits_apart(buffers)
+        self._main_grads = [param.main_grad for param in params]
+        self._grads = [grad_of(owner) for owner in range(len(params))]
+        self._owners: dict[tuple[int, int], set[int]] = {bucket: set() for bucket in engine.buckets}
+        for subgroup in engine.partition.subgroups:
+            self._owners[subgroup.bucket].update(piece.owner for piece in subgroup.pieces)
+        self._homes = {
+            owner: (buffers[buffer].buckets[bucket], buffers[buffer])
+            for (buffer, bucket), owners in self._owners.items()
+            for owner in owners
+        }
+        # Of each shard whose grads were sent: the counts of edits then, or None if they were reduced once more.
+        self._sent: dict[int, tuple[int, ...] | None] = {}
         # In the first step Megatron reduces when the backward pass has ended, so there is little to gain; and where it
         # captures CUDA graphs at the end of that step, its trial runs overwrite the reduced grads for a while.
         self._is_first_step, self._has_reduced = True, False
         for group, buckets in bucket_groups(model_chunks, buffers):
             group.start_grad_sync = partial(self._start_grad_sync, group, group.start_grad_sync, buckets)
+            group.finish_grad_sync = partial(self._finish_grad_sync, group.finish_grad_sync, buckets)
         for buffer in buffers:
-            # What is about to be zeroed or scaled is no longer what was sent, and may still be being read.
-            buffer.reset = partial(self._change_all, buffer.reset)
-            buffer.scale_gradients = partial(self._change_all, buffer.scale_gradients)
+            # What is about to be zeroed may still be being read.
+            buffer.reset = partial(self._reset, buffer.reset)
+
+    def edited(self) -> frozenset[int]:
+        """The shards whose grads may no longer be those that were sent. See [Note: grads that change]."""
+        if self._are_replaced(self._sent):
+            return frozenset(self._sent)
+        return frozenset(filter(self._is_edited, self._sent))
 
     def _start_grad_sync(
         self, group: Any, start: Callable[..., None], buckets: set[tuple[int, int]], *args: Any, **kwargs: Any
     ) -> None:
         start(*args, **kwargs)
         self._has_reduced = True
-        if group.grad_reduce_handle is not None and not self._is_first_step:
-            self._engine.send_early(buckets, self._grad_of, group.grad_reduce_handle.wait)
+        owners = self._owners_in(buckets)
+        if owners & self._sent.keys():
+            self._sent.update(dict.fromkeys(owners))
+        elif group.grad_reduce_handle is not None and not self._is_first_step and not self._are_replaced(owners):
+            self._engine.send_early(buckets, self._grads.__getitem__, group.grad_reduce_handle.wait)
+            self._count(owners)
 
-    def _change_all(self, change: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def _finish_grad_sync(
+        self, finish: Callable[..., None], buckets: set[tuple[int, int]], *args: Any, **kwargs: Any
+    ) -> None:
+        as_sent = {owner for owner in self._owners_in(buckets) & self._sent.keys() if not self._is_edited(owner)}
+        finish(*args, **kwargs)
+        self._count(as_sent)  # gloo writes what it has reduced when it is waited for
+
+    def _reset(self, reset: Callable[[], None]) -> None:
         self._engine.forget_early()
+        self._sent.clear()
         self._is_first_step = not self._has_reduced
-        change(*args, **kwargs)
+        reset()
+
+    def _owners_in(self, buckets: set[tuple[int, int]]) -> set[int]:
+        return set().union(*(self._owners.get(bucket, ()) for bucket in buckets))
+
+    def _count(self, owners: Iterable[int]) -> None:
+        """Take the grads as they are now for those that were sent."""
+        self._sent.update((owner, self._edits(owner)) for owner in owners)
+
+    def _is_edited(self, owner: int) -> bool:
+        return self._sent[owner] != self._edits(owner)
+
+    def _are_replaced(self, owners: Iterable[int]) -> bool:
+        """Whether a parameter has another tensor for its grad than it had."""
+        return any(self._params[owner].main_grad is not self._main_grads[owner] for owner in owners)
+
+    def _edits(self, owner: int) -> tuple[int, ...]:
+        """How often what a shard's grad lies in has been written to: its parameter's grad, its bucket, its buffer."""
+        bucket, buffer = self._homes[owner]
+        return self._main_grads[owner]._version, bucket.grad_data._version, buffer.grad_data._version
+
+
+def _count_edits_apart(buffers: Sequence[Any]) -> None:
+    """Give each bucket's and each parameter's grads a count of edits of their own. See [Note: grads that change]."""
+    for buffer in buffers:
+        for bucket in buffer.buckets:
+            bucket.grad_data = bucket.grad_data.data
+            for param in bucket.params_list:
+                for name in ("main_grad", "main_grad_copy_in_grad_buffer"):
+                    if getattr(param, name, None) is not None:
+                        setattr(param, name, getattr(param, name).data)

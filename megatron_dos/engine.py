@@ -7,7 +7,7 @@ the device's part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -281,7 +281,7 @@ class UpdateEngine:
     @torch.no_grad()
     def update(self, inputs: StepInputs) -> None:
         """Update states and parameters of every subgroup by one step."""
-        program = self.program(inputs.grads)
+        program = self.program(inputs.grads, inputs.edited)
         operations = StepOperations(self, inputs, program)
         self._in_flight = self.torn = True
         self._sent_early = {}
@@ -289,14 +289,20 @@ class UpdateEngine:
             self._device.run(program, handlers, operations.memory)
         self.torn = False
 
-    def program(self, grads: Sequence[torch.Tensor]) -> Program:
-        """The program of a step with these grads and the present options; the last step's if they are the same."""
+    def program(self, grads: Sequence[torch.Tensor], edited: Collection[int] = ()) -> Program:
+        """The program of a step with these grads and the present options; the last step's if they are the same.
+
+        Args:
+            grads: by parameter shard.
+            edited: see `StepInputs`.
+        """
         casts = tuple(self.options.grads_as_fp32 and grad.dtype != torch.float32 for grad in grads)
         placements = self._placements()
         early = {index: slot for index, slot in self._sent_early.items() if placements[index] is Placement.HOST}
-        built_of = (self.options, casts, tuple(early.items()))
+        again = self._holding(early, self.changing.union(edited))
+        built_of = (self.options, casts, tuple(early.items()), again)
         if self._program is None or self._program_of != built_of:
-            self._program = self._build(casts, placements, early)
+            self._program = self._build(casts, placements, early, again)
             self._program_of = built_of
         return self._program
 
@@ -305,15 +311,26 @@ class UpdateEngine:
         casts = self._program_of[1] if self._program_of else (False,) * len(self.shards)
         placements = self._placements_of(replace(self.options, host_share=host_share, stride=0))
         early = self._early_plan(placements) if self._program and self._program.early else {}
-        return self._build(casts, placements, early)
+        return self._build(casts, placements, early, self._holding(early, self.changing))
 
-    def _build(self, casts: Sequence[bool], placements: Sequence[Placement], early: Mapping[int, int]) -> Program:
+    def _holding(self, subgroups: Iterable[int], owners: Collection[int]) -> frozenset[int]:
+        """Those of the subgroups that hold a part of one of the parameter shards."""
+        pieces = {index: self.partition.subgroups[index].pieces for index in subgroups}
+        return frozenset(index for index, of_one in pieces.items() if any(piece.owner in owners for piece in of_one))
+
+    def _build(
+        self,
+        casts: Sequence[bool],
+        placements: Sequence[Placement],
+        early: Mapping[int, int],
+        again: Collection[int],
+    ) -> Program:
         shapes = [
             SubgroupShape(
                 subgroup.bucket,
                 subgroup.numel,
                 casts=any(casts[piece.owner] for piece in subgroup.pieces),
-                changes=any(piece.owner in self.changing for piece in subgroup.pieces),
+                changes=subgroup.index in again,
             )
             for subgroup in self.partition.subgroups
         ]

@@ -6,7 +6,7 @@ the resources that the schedule says it reads, and touches nothing but those tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -35,12 +35,14 @@ class StepInputs:
         grad_scales: shard index -> two factors that the update applies to its FP32 grad, one after the other, each time
             rounded: the inverse loss scale and the clip factor. (1.0, 1.0) where absent.
         release_bucket: called with a bucket once all its params are written.
+        edited: shards whose grads are no longer those that were sent early, beyond those that may change in each step.
     """
 
     grads: Sequence[torch.Tensor]
     scalars: Sequence[AdamScalars]
     grad_scales: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     release_bucket: Callable[[tuple[int, int]], None] = lambda bucket: None
+    edited: Collection[int] = ()
 
     def kinds(self) -> list[int]:
         """A number for each shard, the same for shards with the same scalars and the same factors on the grad."""
@@ -74,6 +76,7 @@ class StepOperations:
         ]
         self._placements = program.placements
         self._early = program.early
+        self._changed = engine.changing.union(inputs.edited)
         self._cast = {op.subgroup for op in program.ops if op.kind is OpKind.CAST_GRAD}
         largest_cast = max((subgroups[index].numel for index in self._cast), default=0)
         # CPU subgroups that need no cast pass over their slot, so the first to need one may have any.
@@ -124,8 +127,9 @@ class StepOperations:
         """
         if op.subgroup in self._early:
             subgroup, slot = self._subgroup(op), self._engine.early_grads[op.slot]
-            changed = [piece for piece in subgroup.pieces if piece.owner in self._engine.changing]
-            send_grads(subgroup, self._runs, slot, self._inputs.grads.__getitem__, changed)
+            changed = [piece for piece in subgroup.pieces if piece.owner in self._changed]
+            some = changed if len(changed) < len(subgroup.pieces) else None
+            send_grads(subgroup, self._runs, slot, self._inputs.grads.__getitem__, some)
             return
         if op.subgroup in self._cast:
             numel = self._subgroup(op).numel

@@ -108,6 +108,7 @@ class HostAdam(torch.optim.Optimizer):
         decoupled: AdamW when true, else the decay is added to the grad.
         deferred: the step's grads that Megatron does not scale in place.
         early_gather: told of buckets whose params are written.
+        early_grads: knows which of the grads that were sent early have been edited since.
 
     `step_count` is the one step counter of this rank: there is none per group, subgroup or parameter.
     """
@@ -120,6 +121,7 @@ class HostAdam(torch.optim.Optimizer):
         decoupled: bool,
         deferred: DeferredGrads,
         early_gather: EarlyParamGather | None = None,
+        early_grads: EarlyGrads | None = None,
     ) -> None:
         # torch would refuse shards of FP32 params, which are views that autograd knows: give it the groups after.
         super().__init__([{"params": []}], defaults={})
@@ -130,6 +132,7 @@ class HostAdam(torch.optim.Optimizer):
         self._decoupled = decoupled
         self._deferred = deferred
         self._early_gather = early_gather
+        self._early_grads = early_grads
         self.state = _LiveStates(engine, owners)
 
     @torch.no_grad()
@@ -167,6 +170,7 @@ class HostAdam(torch.optim.Optimizer):
             grads=[grads[i] for i in range(count)],
             scalars=[scalars[i] for i in range(count)],
             grad_scales=self._deferred.factors(),
+            edited=self._early_grads.edited() if self._early_grads else (),
         )
         if self._early_gather is None:
             self._engine.update(inputs)
@@ -440,8 +444,9 @@ class DeepStatesOptimizer(DistributedOptimizer):
         _let_chains_stream()
         _watch_asynchronous_saves()
         _refuse_mimo()
+        early_grads = None
         if sends_early:
-            EarlyGrads(model_chunks, self.buffers, self._engine, self._grad_of)
+            early_grads = EarlyGrads(model_chunks, self.buffers, self._engine, self._owned_params, self._grad_of)
         self._deferred = DeferredGrads(fp32_too=sends_early)
         self.optimizer = HostAdam(
             self.optimizer.param_groups,
@@ -450,6 +455,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
             decoupled=config.decoupled_weight_decay,
             deferred=self._deferred,
             early_gather=EarlyParamGather(model_chunks, self.buffers, self._engine.buckets) if gathers_early else None,
+            early_grads=early_grads,
         )
         expert = any(not getattr(param, "allreduce", True) for param in self._owned_params)
         self._monitor = StepMonitor(

@@ -161,6 +161,24 @@ def test_grads_that_are_sent_early(early_slots, grad_dtypes):
     )
 
 
+@pytest.mark.parametrize("edited", [{2}, {0, 3}, set(range(6))], ids=["a part", "across subgroups", "all"])
+@pytest.mark.parametrize("seen", [True, False])
+def test_grads_that_were_edited_after_they_were_sent(edited, seen):
+    grads = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in NUMELS]
+    engines = [make_engine(random_params(), 700, early_slots=slots, changing={4}) for slots in (100, 0)]
+    engines[0].send_early(engines[0].buckets, grads.__getitem__)
+    for owner in edited:
+        grads[owner].mul_(-2)
+    inputs = StepInputs(grads, [scalars_at(1, 0.0)] * len(NUMELS), edited=edited if seen else ())
+    for engine in engines:
+        engine.update(inputs)
+    assert torch.equal(*(engine.states.exp_avg for engine in engines)) == seen
+    again = [op.subgroup for op in engines[0]._program.ops if op.kind is OpKind.GRAD_TO_HOST]
+    changed = {4} | (edited if seen else set())
+    subgroups = engines[0].partition.subgroups
+    assert again == [s.index for s in subgroups if any(piece.owner in changed for piece in s.pieces)]
+
+
 def test_early_grads_are_those_of_the_first_buckets_as_far_as_slots_go():
     engine = make_engine(random_params(), 700, early_slots=4, host_share=Fraction(1, 2))
     grads = [torch.zeros(n) for n in NUMELS]

@@ -1,5 +1,6 @@
 """Every element that a rank owns is in exactly one subgroup, for any buffer layout Megatron can produce."""
 
+import random
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -110,6 +111,24 @@ def test_a_large_parameter_is_split():
     parts = partition([OwnedRange(0, (0, 0), 0, 60_000), OwnedRange(1, (0, 0), 60_032, 40_000)], 10_000)
     assert len(parts.subgroups) == 10 or all(s.numel <= 10_000 for s in parts.subgroups)
     assert sum(any(p.owner == 0 for p in s.pieces) for s in parts.subgroups) >= 6
+
+
+def check_any_order():
+    in_order = [OwnedRange(owner, (0, owner // 3), 70 * (owner % 3), 60) for owner in range(6)]
+    expected = partition(in_order, 100)
+    assert [piece.owner for subgroup in expected.subgroups for piece in subgroup.pieces] == [0, 1, 1, 2, 3, 4, 4, 5]
+    for seed in range(20):
+        assert partition(random.Random(seed).sample(in_order, 6), 100) == expected
+
+
+def test_ranges_may_be_given_in_any_order():
+    check_any_order()
+
+
+def test_without_sorting_the_order_shows(monkeypatch):
+    monkeypatch.setattr("megatron_dos.partition.sorted", lambda items, key=None: list(items), raising=False)
+    with pytest.raises((AssertionError, ValueError)):
+        check_any_order()
 
 
 def test_indices_beyond_32_bits():

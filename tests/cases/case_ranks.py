@@ -20,6 +20,7 @@ import flat
 import mutations
 import numpy as np
 import torch
+from edited_grads import edit_reduced_grads, sum_reduced_grads  # noqa: F401 (called by name)
 from flat import FlatRun, Oracle, decays_of, load_states, random_grads, save_states
 from hooks import use_adversarial_device
 from rank_main import distributed_optimizers
@@ -115,20 +116,10 @@ def accumulate_micro_batches(early: bool) -> dict[str, Any]:
     for name, deep in (("ours", True), ("stock", False)):
         options = {"dos_overlap_grad_d2h": "on"} if deep and early else {}
         run = FlatRun("bfloat16", deep=deep, clip_grad=0.5, overlap_grad_reduce=early, **options)
-        run.ddp.zero_grad_buffer()
-        run.optimizer.zero_grad()
-        factors = (1, -1, 3, 0)
-        for number, factor in enumerate(factors):
-            last = number == len(factors) - 1
-            with contextlib.nullcontext() if last else run.ddp.no_sync():
-                loss = sum(
-                    (param * (grad * factor).to(param)).sum() for param, grad in zip(run.params, grads, strict=True)
-                )
-                loss.backward()
+        run.backward(*([grad * factor for grad in grads] for factor in (1, -1, 3, 0)))
         if deep:
             oracle, decays = Oracle(run.weights()), decays_of(run)
             outcome["early slots"] = run.inner._engine.options.early_slots
-        run.ddp.finish_grad_sync()
         _, outcome[name], _ = run.optimizer.step()
         if deep:
             clip = float(np.float32(0.5 / (outcome["ours"] + 1e-6)))

@@ -178,6 +178,58 @@ def grads_are_taken_when_they_first_arrive(replace: Replace = setattr) -> None:
     replace(DeepStatesOptimizer, "_copy_model_grads_to_main_grads", early)
 
 
+def edits_of_sent_grads_go_unseen(replace: Replace = setattr) -> None:
+    """Case 5: grads that were sent in the backward pass are taken for those of the step."""
+    from megatron_dos.early_grads import EarlyGrads
+
+    replace(EarlyGrads, "edited", lambda self: frozenset())
+
+
+def edits_are_counted_in_main_grads_only(replace: Replace = setattr) -> None:
+    """Case 5: nobody looks whether a bucket or a buffer has been edited as a whole."""
+    from megatron_dos.early_grads import EarlyGrads
+
+    replace(EarlyGrads, "_edits", lambda self, owner: (self._main_grads[owner]._version,))
+
+
+def other_tensors_go_unseen(replace: Replace = setattr) -> None:
+    """Case 5: nobody looks whether a param has another tensor for its grad."""
+    from megatron_dos.early_grads import EarlyGrads
+
+    replace(EarlyGrads, "_are_replaced", lambda self, owners: False)
+
+
+def all_grads_share_one_count(replace: Replace = setattr) -> None:
+    """Case 5: torch's count of edits stays that of the whole buffer, which the backward pass moves."""
+    from megatron_dos import early_grads
+
+    replace(early_grads, "_count_edits_apart", lambda buffers: None)
+
+
+def reductions_count_as_edits(replace: Replace = setattr) -> None:
+    """Case 5: what a reduction writes when it is waited for is taken for an edit."""
+    from megatron_dos.early_grads import EarlyGrads
+
+    replace(EarlyGrads, "_finish_grad_sync", lambda self, finish, buckets, *args, **kwargs: finish(*args, **kwargs))
+
+
+def only_matrices_are_known(replace: Replace = setattr) -> None:
+    """Case 5: vectors, whose grads Megatron may sum once more, are taken for matrices."""
+    _without_a_reason_to_change(replace, lambda name, param: (name, param.flatten().unsqueeze(0)))
+
+
+def embeddings_are_not_known_by_name(replace: Replace = setattr) -> None:
+    """Case 5: an embedding, whose grad Megatron may sum once more, needs a mark to be known."""
+    _without_a_reason_to_change(replace, lambda name, param: ("", param))
+
+
+def _without_a_reason_to_change(replace: Replace, disguise: Callable[[str, Any], tuple[str, Any]]) -> None:
+    from megatron_dos import optimizer
+
+    original = optimizer.may_change
+    replace(optimizer, "may_change", lambda name, param: original(*disguise(name, param)))
+
+
 def buckets_are_released_at_once(replace: Replace = setattr) -> None:
     """Case 6: the all-gather of a bucket, and with it the next forward pass, does not wait for its last write.
 

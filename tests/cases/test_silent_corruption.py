@@ -212,6 +212,29 @@ def test_case_05_four_micro_batches(megatron, mutation):
             assert outcome["ours"] == pytest.approx(outcome["expected"], rel=1e-6)
 
 
+@fails_under(
+    edits_of_sent_grads_go_unseen="elements moved of a matrix whose grads were zeroed",
+    edits_are_counted_in_main_grads_only="a bucket scaled: other than the stock optimizer",
+    other_tensors_go_unseen="another tensor: other than the stock optimizer",
+    all_grads_share_one_count="none: sent again",
+    reductions_count_as_edits="none: sent again",
+)
+def test_case_05_grads_edited_after_their_reduction(megatron, mutation):
+    for of_rank in in_ranks(megatron, "edit_reduced_grads", 2, mutation):
+        moved = of_rank["a matrix zeroed"]["moved"][3]
+        assert moved == 0, f"{moved} elements moved of a matrix whose grads were zeroed"
+        for name, outcome in of_rank.items():
+            assert not outcome["differences"], f"{name}: other than the stock optimizer: {outcome['differences']}"
+            assert all(ours == stock for ours, stock in outcome["steps"]), f"{name}: {outcome['steps']}"
+            assert outcome["again"] == outcome["expected again"], f"{name}: sent again {outcome['again']}"
+
+
+@fails_under(only_matrices_are_known="p[02]", embeddings_are_not_known_by_name="p3")
+def test_case_05_grads_summed_after_their_reduction(megatron, mutation):
+    for found in in_ranks(megatron, "sum_reduced_grads", 2, mutation):
+        assert not found, f"other than the stock optimizer: {found}"
+
+
 # ---- 6: races between streams ---------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ here that a test calls takes and returns plain values and tensors, and runs in e
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ SHAPES = ((1,), (3, 5), (17,), (64, 64), (129, 7), (512, 64))
 KEPT_IN_FP32 = (2, 4)  # as routers and norms are, among 16-bit params
 
 
-def make_model(dtype: torch.dtype, seed: int) -> torch.nn.Module:
+def make_model(dtype: torch.dtype, seed: int, names: dict[int, str] | None = None) -> torch.nn.Module:
+    """Params of SHAPES; `names` gives some of them another name than p0, p1, ..."""
     from megatron.core.transformer.module import MegatronModule
 
     class Flat(MegatronModule):
@@ -27,7 +29,7 @@ def make_model(dtype: torch.dtype, seed: int) -> torch.nn.Module:
             for index, shape in enumerate(SHAPES):
                 values = torch.randn(shape, generator=generator)
                 param = torch.nn.Parameter(values.to(torch.float32 if index in KEPT_IN_FP32 else dtype).cuda())
-                self.register_parameter(f"p{index}", param)
+                self.register_parameter((names or {}).get(index, f"p{index}"), param)
 
     from megatron.core.transformer import TransformerConfig
 
@@ -42,6 +44,8 @@ class FlatRun:
         grads_in_fp32: dtype of the main grads: FP32, or that of the param.
         deep: deep optimizer states, or Megatron's own optimizer.
         overlap_grad_reduce: reduce the grads in the backward pass.
+        bucket_size: least number of parameters in a bucket; None for Megatron's default.
+        names: see `make_model`.
         options: more fields of OptimizerConfig.
     """
 
@@ -52,6 +56,8 @@ class FlatRun:
         deep: bool = True,
         seed: int = 0,
         overlap_grad_reduce: bool = False,
+        bucket_size: int | None = None,
+        names: dict[int, str] | None = None,
         **options: Any,
     ) -> None:
         from megatron.core import parallel_state, tensor_parallel
@@ -67,8 +73,9 @@ class FlatRun:
             grad_reduce_in_fp32=grads_in_fp32,
             use_distributed_optimizer=True,
             overlap_grad_reduce=overlap_grad_reduce,
+            bucket_size=bucket_size,
         )
-        module = make_model(torch_dtype, seed)
+        module = make_model(torch_dtype, seed, names)
         self.ddp = DistributedDataParallel(module.config, ddp_config, module)
         self.params = list(module.parameters())
         settings: dict[str, Any] = {
@@ -101,6 +108,16 @@ class FlatRun:
             put(param, grad)
         self.ddp.finish_grad_sync()
         return self.optimizer.step()
+
+    def backward(self, *micro_batches: list[torch.Tensor]) -> None:
+        """Backward passes that accumulate these grads, and their reduction."""
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        for number, grads in enumerate(micro_batches, 1):
+            with nullcontext() if number == len(micro_batches) else self.ddp.no_sync():
+                pairs = zip(self.params, grads, strict=True)
+                sum((param * grad.to(param)).sum() for param, grad in pairs).backward()
+        self.ddp.finish_grad_sync()
 
     def sharded_model(self) -> dict[str, Any]:
         """The model's sharded state dict, as Megatron's optimizers need it for checkpoints."""

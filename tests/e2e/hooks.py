@@ -79,12 +79,38 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
 
 
-def use_adversarial_device(seed: int = 0) -> None:
-    """Run every step's program in random orders that only its streams and dependencies limit."""
+def use_adversarial_device(seed: int = 0, all_early: bool = False) -> None:
+    """Run every step's program in random orders that only its streams and dependencies limit.
+
+    Args:
+        all_early: what may run in the backward pass does so; otherwise some of it, by chance.
+    """
     from megatron_dos import optimizer
     from megatron_dos.device.sim import SimDevice
 
-    optimizer.make_device = lambda device: SimDevice(seed=1000 * seed + torch.distributed.get_rank())
+    class PromptDevice(SimDevice):
+        def begin(self, op: Any, handler: Any) -> None:
+            handler(op)
+            self._begun.add(op.subgroup)
+
+    device_class = PromptDevice if all_early else SimDevice
+    optimizer.make_device = lambda device: device_class(seed=1000 * seed + torch.distributed.get_rank())
+
+
+def let_grads_be_scaled() -> None:
+    """Early grads are not refused with --calculate-per-token-loss, under which Megatron scales all grads afterwards."""
+    from megatron_dos import arguments
+
+    rows = arguments.EARLY_GRADS_REFUSALS
+    arguments.EARLY_GRADS_REFUSALS = tuple(row for row in rows if row.fields != ("calculate_per_token_loss",))
+    assert len(arguments.EARLY_GRADS_REFUSALS) == len(rows) - 1
+
+
+def do_not_look_at_buffers() -> None:
+    """Edits of the whole grad buffer, as by `scale_gradients`, go unseen."""
+    from megatron_dos.early_grads import EarlyGrads
+
+    EarlyGrads._edits = lambda self, owner: (self._main_grads[owner]._version,)
 
 
 def change_share(point: str, model: Any, optimizer: Any, args: Any) -> Any:
@@ -99,7 +125,8 @@ def change_share(point: str, model: Any, optimizer: Any, args: Any) -> Any:
 
 
 def sent_early(point: str, model: Any, optimizer: Any, args: Any) -> Any:
-    """Of each step's program: its subgroups on the CPU, those with early grads, and those of which some came again."""
+    """Of each step's program: its subgroups on the CPU; of those with early grads, how many may change without a count,
+    and how many came again."""
     if point != "step":
         return None
     programs = [one._engine._program for one in distributed_optimizers(optimizer)]
@@ -111,10 +138,18 @@ def sent_early(point: str, model: Any, optimizer: Any, args: Any) -> Any:
         for op in program.ops
         if op.kind.name == "GRAD_TO_HOST" and op.subgroup in program.early
     ]
+    engines = [one._engine for one in distributed_optimizers(optimizer)]
+    changing = [
+        subgroup
+        for engine in engines
+        for subgroup in engine._program.early
+        if any(piece.owner in engine.changing for piece in engine.partition.subgroups[subgroup].pieces)
+    ]
     return {
         "early": sum(len(program.early) for program in programs),
         "on_host": sum(place.name == "HOST" for program in programs for place in program.placements),
         "sent_again": len(again),
+        "may_change": len(changing),
     }
 
 
@@ -124,6 +159,41 @@ def gathers_in_flight(point: str, model: Any, optimizer: Any, args: Any) -> Any:
         return None
     groups = [group for chunk in model for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
     return {"started": [group.param_gather_dispatched for group in groups], "buckets": len(groups)}
+
+
+def step_again_and_watch(point: str, model: Any, optimizer: Any, args: Any) -> Any:
+    """As `step_again`: how many param gathers nobody has waited for, and which of them the second step waits for."""
+    if point != "step" or args.curr_iteration != 1:
+        return None
+    groups = [group for chunk in model for group in chunk.bucket_groups]
+    pending = [group for group in groups if group.param_gather_handle is not None]
+    waited: list[int] = []
+
+    class Watched:
+        def __init__(self, number: int, handle: Any) -> None:
+            self._number, self._handle = number, handle
+
+        def wait(self) -> None:
+            self._handle.wait()
+            waited.append(self._number)
+
+    for number, group in enumerate(pending):
+        group.param_gather_handle = Watched(number, group.param_gather_handle)
+    optimizer.step()
+    return {"pending": len(pending), "waited": sorted(waited)}
+
+
+def forget_unused_gathers() -> None:
+    """A new step does not wait for the param gathers that are still under way."""
+    from megatron_dos.param_gather import EarlyParamGather
+
+    def begin(self: Any) -> None:
+        for _, group in self._groups:
+            group.param_gather_handle = None
+        self._written.clear()
+        self._started = 0
+
+    EarlyParamGather.begin = begin
 
 
 def step_again(point: str, model: Any, optimizer: Any, args: Any) -> None:

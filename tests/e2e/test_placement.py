@@ -1,7 +1,7 @@
 """Where a subgroup is updated never shows: share, order of operations and way of the grads leave every bit alone."""
 
 import pytest
-from harness import LAYOUTS, PRECISIONS, TINY, assert_same_bits
+from harness import LAYOUTS, PRECISIONS, TINY, assert_same_bits, differences
 
 SMALL_SUBGROUPS = ["--dos-subgroup-size", "3000"]
 OVERLAP = ["--overlap-grad-reduce", "--ddp-bucket-size", "30000"]
@@ -73,6 +73,27 @@ def test_grads_that_are_sent_in_the_backward_pass(megatron, layout, precision):
         assert steps
         assert all(step["early"] == step["on_host"] > 0 for step in steps)
         assert any(step["sent_again"] for step in steps)
+        assert all(step["sent_again"] == step["may_change"] for step in steps)
+
+
+@pytest.mark.parametrize("mutation", [False, True], ids=["as it is", "scaling goes unseen"])
+def test_early_grads_that_megatron_scales_after_the_backward_pass(megatron, mutation):
+    """`--calculate-per-token-loss` refuses early grads, as all are sent twice; here it is let through."""
+    ranks, arguments = OVERLAPPING["overlap-buckets"]
+    arguments = [*TINY, *arguments, *PRECISIONS["bf16"], "--calculate-per-token-loss"]
+    early = [*SMALL_SUBGROUPS, "--dos-overlap-grad-d2h", "on", "--dos-early-grad-slots", "1000"]
+    hooks = ["hooks:let_grads_be_scaled", "hooks:use_adversarial_device"]
+    if mutation:
+        hooks.append("hooks:do_not_look_at_buffers")
+    run = megatron.train([*arguments, *early], ranks, "dos", STEPS, inspect="hooks:sent_early", prepare=hooks)
+    expected = megatron.train(arguments, ranks, "numpy", STEPS)
+    if mutation:
+        assert differences(run, expected)
+        return
+    assert_same_bits(run, expected)
+    for rank in run.of_rank:
+        _, *steps = [step for step in rank.inspected["step"] if step is not None]
+        assert all(step["early"] == step["on_host"] == step["sent_again"] > 0 for step in steps)
 
 
 def test_early_grads_leave_skipped_steps_alone(megatron):

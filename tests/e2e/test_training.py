@@ -137,6 +137,17 @@ def test_two_steps_without_a_forward_pass_between_them(megatron):
     assert_same_bits(*runs)
 
 
+@pytest.mark.parametrize("prepare", [None, "hooks:forget_unused_gathers"], ids=["as it is", "without the wait"])
+def test_a_step_waits_for_the_gathers_that_no_forward_pass_has_used(megatron, prepare):
+    common = [*TINY, "--global-batch-size", "4", *BF16, "--overlap-grad-reduce", "--overlap-param-gather"]
+    common += ["--ddp-bucket-size", "30000"]
+    run = megatron.train(common, 2, "dos", 2, inspect="hooks:step_again_and_watch", prepare=prepare)
+    for rank in run.of_rank:
+        (step,) = rank.inspected["step"]
+        assert step["pending"] > 2
+        assert step["waited"] == (list(range(step["pending"])) if prepare is None else [])
+
+
 def test_a_save_takes_no_second_copy_of_the_states(megatron):
     (sizes,) = megatron.call("flat:storages_of_states", 1).values
     assert sizes["storages"] == sizes["tensors"]  # Megatron copies parts of larger storages before it saves them
