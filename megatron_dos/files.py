@@ -68,7 +68,8 @@ def _check(targets: Sequence[Path], overwrite: bool) -> None:
 
 # --- What killed processes have left: see [Note: leftovers] ----------------------------------------------------------
 
-_TEMPORARY = re.compile(r"(?:\.(?P<place>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+))?\.[0-9a-f]{8}")  # once without writer
+# What follows the name of the file. Once there was no writer in it.
+_TEMPORARY = re.compile(r"(?:\.(?P<place>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+))?\.[0-9a-f]{8}")
 
 
 def remove_leftovers(path: str | os.PathLike[str]) -> None:
