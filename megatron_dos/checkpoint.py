@@ -9,6 +9,11 @@ every later step. `Handouts` therefore copies what is handed out and still in us
 file holds the states at the moment of the call, no step ever waits for a writer, and the copy lives as long as the
 writer needs it.
 
+Shared memory may be full when a save comes. The queue copies in a thread of its own, which drops what it cannot copy,
+and the save call would wait for ever; a fork cannot be stopped, and its writer would write a torn file. So
+`share_handouts` makes the copy before a save is scheduled, where an error is one of the save; and a fork that comes
+without, when the copy fails, is not allowed to live.
+
 [Note: loads in place] A load from a distributed checkpoint reads into the states themselves, which is how it takes no
 second copy. So nothing may be read before it is known that all can be: `_require_whole_files` compares the sizes of
 the files with what the checkpoint says they hold; torch and Megatron compare names, shapes and dtypes of what a rank
@@ -57,12 +62,13 @@ __all__ = [
     "LoadsInPlace",
     "require_same_size",
     "require_shared_memory",
+    "share_handouts",
     "zero_padding",
 ]
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be loaded, or was loaded in part only."""
+    """A checkpoint cannot be saved or loaded, or was loaded in part only."""
 
 
 # --- Saves by reference ----------------------------------------------------------------------------------------------
@@ -99,12 +105,34 @@ class Handouts:
 _all_handouts: weakref.WeakSet[Handouts] = weakref.WeakSet()
 
 
-def _detach_all() -> None:
-    for handouts in list(_all_handouts):
-        handouts.detach()
+def share_handouts() -> str:
+    """Copy into shared memory what has been handed out to a writer in another process, before it is sent there.
+
+    Returns: why that is not possible; nothing if it is done.
+    """
+    try:
+        for handouts in list(_all_handouts):
+            handouts.detach()
+    except RuntimeError as error:  # as torch reports that no memory is left
+        return f"the optimizer states cannot be copied for an asynchronous save: {error}"
+    return ""
 
 
-os.register_at_fork(before=_detach_all)
+_torn = ""  # why a process that is being forked would see states that change
+
+
+def _before_fork() -> None:
+    global _torn
+    _torn = share_handouts()
+
+
+def _end_if_torn() -> None:
+    if _torn:
+        os.write(2, f"megatron-dos: this process ends, as it could write a torn checkpoint: {_torn}\n".encode())
+        os._exit(1)
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_end_if_torn)
 
 
 def require_shared_memory(needed: int, folder: str = "/dev/shm") -> None:

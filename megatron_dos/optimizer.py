@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -41,6 +42,7 @@ from megatron_dos.checkpoint import (
     LoadsInPlace,
     require_same_size,
     require_shared_memory,
+    share_handouts,
     zero_padding,
 )
 from megatron_dos.deferred_grads import DeferredGrads
@@ -286,6 +288,32 @@ def _let_chains_stream() -> None:
     ChainedOptimizer.load_parameter_state = load_parameter_state
 
 
+def _share_before_async_saves() -> None:
+    """Have Megatron's queue of asynchronous saves refuse one whose states do not fit into shared memory, on all ranks.
+
+    The queue would wait for ever for a writer that never gets them, see [Note: saves by reference] in `checkpoint`.
+    """
+    schedule = AsyncCallsQueue.schedule_async_request
+    if getattr(schedule, "_shares_deep_states", False):
+        return
+
+    @functools.wraps(schedule)
+    def sharing(self: AsyncCallsQueue, async_request: Any) -> int:
+        problem = share_handouts()
+        failed = torch.tensor([bool(problem)], dtype=torch.int, device=torch.cuda.current_device())
+        torch.distributed.all_reduce(failed, op=torch.distributed.ReduceOp.MAX)  # Megatron has all ranks call this
+        if failed.item():
+            raise CheckpointError(
+                f"{problem or 'another rank has no shared memory left for its optimizer states'}. Nothing was saved, "
+                "earlier checkpoints are as they were. Make room in /dev/shm (docker run --shm-size, or a larger "
+                "tmpfs), or drop --async-save."
+            )
+        return schedule(self, async_request)
+
+    sharing._shares_deep_states = True
+    AsyncCallsQueue.schedule_async_request = sharing
+
+
 def _refuse_mimo() -> None:
     """Have Megatron's optimizer of a MimoModel refuse deep-states optimizers: it clips grads itself, and looks for them
     where these are not."""
@@ -378,6 +406,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
         self._half_loaded = ""  # why no step is possible, or nothing
         self._loads_whole_tensors = False  # of a fully reshardable checkpoint, in the load that goes on
         _let_chains_stream()
+        _share_before_async_saves()
         _refuse_mimo()
         if sends_early:
             EarlyGrads(model_chunks, self.buffers, self._engine, self._grad_of)

@@ -161,11 +161,13 @@ class VaultReader(FileSystemReader):
 
 def from_a_vault(folder: str, layout: str) -> dict[str, dict[str, Any]]:
     """Load from it as it is, and with files that are missing, short, damaged, or of no known size."""
+    from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.strategies import torch as strategy
 
     place = Path(folder)
     run, expected = saved(place, layout)
-    strategy._get_filesystem_reader = lambda path, *args, **kwargs: VaultReader(path)
+    for module in (serialization, strategy):
+        module._get_filesystem_reader = lambda path, *args, **kwargs: VaultReader(path)
     prefix = f"vault://{place.name}:"
     whole = {f"{prefix}{path.name}": path.read_bytes() for path in place.iterdir()}
     torch.distributed.barrier()
