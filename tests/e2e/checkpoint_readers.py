@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -83,6 +84,64 @@ def counted_stats() -> Iterator[Counter[str]]:
         Path.stat = stat
         for name in [name for name, count in counts.items() if count == 0]:
             del counts[name]
+
+
+# ---- Bits that have flipped -----------------------------------------------------------------------------------------
+
+
+def with_flipped_bits(folder: str, layout: str, protected: bool = True) -> list[dict[str, Any]]:
+    """Flip a bit in the middle of each file of a checkpoint, one after the other, and load.
+
+    Args:
+        protected: false takes the comparison with the checksums away.
+    """
+    from megatron_dos import torch_file
+
+    if not protected:
+        torch_file.check_stream = lambda content: None
+    run, expected = saved(Path(folder), layout)
+    outcomes = []
+    for path in sorted(Path(folder).glob("*.distcp")):
+        whole = path.read_bytes()
+        torch.distributed.barrier()
+        if torch.distributed.get_rank() == 0:
+            path.write_bytes(flipped(whole))
+        torch.distributed.barrier()
+        outcome = loaded_after_a_step(run, Path(folder), layout, expected)
+        outcome["step"] = reason_of(lambda: run.inner.require_whole_states("step"))
+        outcomes.append(outcome)
+        torch.distributed.barrier()
+        path.write_bytes(whole)
+        torch.distributed.barrier()
+        load_states(run, Path(folder), layout)
+    return outcomes
+
+
+# ---- A load between the backward pass and the step ------------------------------------------------------------------
+
+
+def between_backward_and_step(folder: str, layout: str) -> dict[str, Any]:
+    """Load when the grads of a step are there already; the step that follows uses them, on what was loaded.
+
+    Returns: states and weights after it, and after a load that came before the same grads.
+    """
+    run, _ = saved(Path(folder), layout)
+    run.step(random_grads(2))
+    load_states(run, Path(folder), layout)
+    run.step(random_grads(3))
+    expected = run.states(), run.weights()
+    run.ddp.zero_grad_buffer()
+    run.optimizer.zero_grad()
+    for param, grad in zip(run.params, random_grads(3), strict=True):
+        param.main_grad.copy_(grad)
+    run.ddp.finish_grad_sync()
+    load_states(run, Path(folder), layout)
+    run.optimizer.step()
+    return {
+        "states": differences(run, expected[0]),
+        "weights": all(map(torch.equal, run.weights(), expected[1])),
+        "updated": any(state is not None and bool(state["exp_avg"].any()) for state in run.states()),
+    }
 
 
 # ---- A file system that is none -------------------------------------------------------------------------------------
@@ -212,9 +271,8 @@ def from_msc(folder: str, layout: str) -> dict[str, Any]:
     from megatron.core.msc_utils import MultiStorageClientFeature
 
     config = Path(folder) / f"rank{os.environ['RANK']}.json"
-    config.write_text(
-        f'{{"profiles": {{"here": {{"storage_provider": {{"type": "file", "options": {{"base_path": "{folder}"}}}}}}}}}}'
-    )
+    provider = {"type": "file", "options": {"base_path": folder}}
+    config.write_text(json.dumps({"profiles": {"here": {"storage_provider": provider}}}))
     os.environ["MSC_CONFIG"] = str(config)
     MultiStorageClientFeature.enable()
     place: Any = "msc://here/saved"

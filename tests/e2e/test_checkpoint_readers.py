@@ -36,6 +36,41 @@ def test_without_the_store_every_rank_would_look(megatron, tmp_path):
     assert looks_of_all([rank[0] for rank in run.values]) == [dict.fromkeys(FILES, 1)] * RANKS
 
 
+@pytest.mark.parametrize("layout", LAYOUTS_OF_STATES)
+def test_a_flipped_bit_is_refused_and_no_step_is_possible_on_the_rank_that_met_it(megatron, tmp_path, layout):
+    run = megatron.call("checkpoint_readers:with_flipped_bits", RANKS, folder=str(tmp_path / "saved"), layout=layout)
+    for ranks in zip(*run.values, strict=True):
+        met = [rank for rank in ranks if rank["error"]]
+        assert met
+        for rank in met:
+            assert "was damaged after it had been written" in rank["error"]
+            assert "--ckpt-step" in rank["error"]
+            assert rank["step"].startswith("CheckpointError: no step is possible")
+        assert all(rank["in_states"] == [] for rank in ranks if not rank["error"])
+
+
+def test_without_the_checksums_a_flipped_bit_would_be_loaded(megatron, tmp_path):
+    run = megatron.call(
+        "checkpoint_readers:with_flipped_bits",
+        RANKS,
+        folder=str(tmp_path / "saved"),
+        layout="dp_reshardable",
+        protected=False,
+    )
+    for ranks in zip(*run.values, strict=True):
+        assert [rank["error"] for rank in ranks] == [""] * RANKS
+        assert any(rank["in_states"] for rank in ranks)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS_OF_STATES)
+def test_a_load_between_backward_and_step_keeps_the_grads(megatron, tmp_path, layout):
+    """As with Megatron's optimizer, whose grads are no part of a checkpoint either."""
+    run = megatron.call(
+        "checkpoint_readers:between_backward_and_step", RANKS, folder=str(tmp_path / "s"), layout=layout
+    )
+    assert run.values == [{"states": [], "weights": True, "updated": True}] * RANKS
+
+
 class TestForeignReaders:
     """A subclass of torch's reader whose files are not where torch's own file system would look for them."""
 
