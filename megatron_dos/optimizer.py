@@ -350,6 +350,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
         # See [Note: the precision-aware seat].
         config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
         super().__init__(optimizer, config, grad_scaler, init_state_fn, model_chunks, *args, **kwargs)
+        _share_before_async_saves()  # on all ranks, whether or not they own states: they tell each other
         if self.is_stub_optimizer:
             return
         options = DosOptions.from_config(config)
@@ -406,7 +407,6 @@ class DeepStatesOptimizer(DistributedOptimizer):
         self._half_loaded = ""  # why no step is possible, or nothing
         self._loads_whole_tensors = False  # of a fully reshardable checkpoint, in the load that goes on
         _let_chains_stream()
-        _share_before_async_saves()
         _refuse_mimo()
         if sends_early:
             EarlyGrads(model_chunks, self.buffers, self._engine, self._grad_of)
