@@ -9,31 +9,50 @@ every later step. `Handouts` therefore copies what is handed out and still in us
 file holds the states at the moment of the call, no step ever waits for a writer, and the copy lives as long as the
 writer needs it.
 
+Shared memory may be full when a save comes. The queue copies in a thread of its own, which drops what it cannot copy,
+and the save call would wait for ever; a fork cannot be stopped, and its writer would write a torn file. So
+`share_handouts` makes the copy before a save is scheduled, where an error is one of the save; and a fork that comes
+without, when the copy fails, is not allowed to live.
+
 [Note: loads in place] A load from a distributed checkpoint reads into the states themselves, which is how it takes no
 second copy. So nothing may be read before it is known that all can be: `_require_whole_files` compares the sizes of
 the files with what the checkpoint says they hold; torch and Megatron compare names, shapes and dtypes of what a rank
 reads before it reads, and `_require_tensors` those of what its peers read. From then on until the whole load is over,
 the optimizer refuses to step and to save: reading may fail in the middle, and Megatron may give up a load afterwards.
+What is read is compared with its checksum, a tensor at a time before it is copied: see `torch_file`.
+
+[Note: one rank looks] All ranks need to know whether the files are whole, but a thousand ranks that look at thousands
+of files each are a burden for a file system. A collective would hang: torch has every rank read on its own, and ranks
+without states take no part. So the first rank that comes claims the question in the store with which the process group
+was set up, looks, and leaves the answer there for those who come later. Nobody waits for a rank that takes no part. A
+rank that waits in vain, since the one that looks has died, looks itself.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import io
 import os
 import re
 import resource
 import shutil
 import threading
+import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron_dos import torch_file
 from megatron_dos.kernels.threads import ranks_on_node
 from megatron_dos.states import HostMemoryError
 
@@ -44,12 +63,13 @@ __all__ = [
     "require_room_for_copies",
     "require_same_size",
     "require_shared_memory",
+    "share_handouts",
     "zero_padding",
 ]
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be loaded, or was loaded in part only."""
+    """A checkpoint cannot be saved or loaded, or was loaded in part only."""
 
 
 # --- Saves by reference ----------------------------------------------------------------------------------------------
@@ -111,12 +131,34 @@ def require_room_for_copies() -> None:
         handouts.require_room()
 
 
-def _detach_all() -> None:
-    for handouts in list(_all_handouts):
-        handouts.detach()
+def share_handouts() -> str:
+    """Copy into shared memory what has been handed out to a writer in another process, before it is sent there.
+
+    Returns: why that is not possible; nothing if it is done.
+    """
+    try:
+        for handouts in list(_all_handouts):
+            handouts.detach()
+    except RuntimeError as error:  # as torch reports that no memory is left
+        return f"the optimizer states cannot be copied for an asynchronous save: {error}"
+    return ""
 
 
-os.register_at_fork(before=_detach_all)
+_torn = ""  # why a process that is being forked would see states that change
+
+
+def _before_fork() -> None:
+    global _torn
+    _torn = share_handouts()
+
+
+def _end_if_torn() -> None:
+    if _torn:
+        os.write(2, f"megatron-dos: this process ends, as it could write a torn checkpoint: {_torn}\n".encode())
+        os._exit(1)
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_end_if_torn)
 
 
 def require_shared_memory(needed: int, folder: str = "/dev/shm") -> None:
@@ -198,6 +240,7 @@ class LoadsInPlace:
     def __init__(self, read: Callable[[str], None]) -> None:
         self.read = read
         self.tensors: Mapping[str, tuple[int, ...] | None] = {}
+        self.known_to_be_whole: set[str] = set()  # checkpoints, in the load that goes on
 
     def begin(self, tensors: Mapping[str, tuple[int, ...] | None]) -> None:
         """States have been handed out to be read into.
@@ -207,6 +250,7 @@ class LoadsInPlace:
                 have another one.
         """
         self.tensors = tensors
+        self.known_to_be_whole = set()
         _watch_reader()
         with _lock:
             _loading.add(self)
@@ -233,8 +277,10 @@ def _watch_reader() -> None:
 
     @functools.wraps(read_data)
     def watched(self: FileSystemReader, plan: Any, planner: Any) -> Any:
-        if _loading:
-            _require_whole_files(self.path, self.storage_data)
+        if _loading and not all(str(self.path) in load.known_to_be_whole for load in _loading):
+            _require_whole_files(self)
+            for load in _loading:
+                load.known_to_be_whole.add(str(self.path))
         # A load may be made of several reads. One that was given up may be followed by another, without these states.
         reads_states = any(map(_is_of_states, plan.items))
         loads = list(_loading) if reads_states else []
@@ -243,7 +289,8 @@ def _watch_reader() -> None:
         for load in loads:
             load.read("a checkpoint was read into the optimizer states, and its load did not come to its end")
         try:
-            return read_data(self, plan, planner)
+            with _comparing_checksums(self) if _loading else nullcontext():
+                return read_data(self, plan, planner)
         except BaseException as error:
             for load in loads:
                 load.read(f"reading a checkpoint into the optimizer states failed in the middle ({error})")
@@ -260,25 +307,141 @@ def _is_of_states(item: ReadItem) -> bool:
     return is_tensor and bool(re.search(r"(^|\.)optimizer\.(state|distributed)\.", item.dest_index.fqn))
 
 
-def _require_whole_files(folder: Any, storage_data: dict[Any, Any]) -> None:
-    """Refuse a checkpoint whose files are missing or shorter than its metadata says.
+@contextmanager
+def _comparing_checksums(reader: FileSystemReader) -> Iterator[None]:
+    """Until the end of the block, `reader` refuses bytes that are not those that torch has written.
+
+    Archives of torch have checksums, which torch does not compare. What is something else is read as it is.
+    """
+    slice_file, is_local = reader._slice_file, type(getattr(reader, "fs", None)) is FileSystem
+
+    def checked(file: Any, part: Any) -> IO[bytes]:
+        content = slice_file(file, part)
+        if not is_local:
+            content = io.BytesIO(content.read())  # reading again may mean sending again
+        is_archive = content.read(4) == b"PK\x03\x04"
+        content.seek(0)
+        if is_archive:
+            try:
+                torch_file.check_stream(_FromItsEnd(content, part.length))
+            except OSError:
+                raise
+            except Exception as error:  # whatever zipfile stumbles over in an archive that was whole once
+                raise CheckpointError(
+                    f"{part.relative_path} of the checkpoint was damaged after it had been written, in bytes "
+                    f"{part.offset:,} to {part.offset + part.length:,} ({error}). Load an earlier checkpoint: "
+                    "--ckpt-step ITERATION."
+                ) from error
+        return content
+
+    reader._slice_file = checked
+    try:
+        yield
+    finally:
+        del reader._slice_file
+
+
+class _FromItsEnd:
+    """A part of a file that can be sought from its end, which torch's views of a part cannot be."""
+
+    def __init__(self, content: IO[bytes], length: int) -> None:
+        self._content, self._length = content, length
+        self.read, self.tell, self.seekable = content.read, content.tell, content.seekable
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if whence == os.SEEK_END:
+            offset, whence = self._length + offset, os.SEEK_SET
+        self._content.seek(offset, whence)
+        return self.tell()
+
+
+def _require_whole_files(reader: FileSystemReader) -> None:
+    """Refuse a checkpoint whose files are missing or shorter than its metadata says. See [Note: one rank looks].
 
     All files, not only those that this rank reads: so all ranks refuse, and none is left waiting for the others.
 
     Raises:
         CheckpointError: names the file.
     """
-    ends: dict[str, int] = {}
-    for part in storage_data.values():
+    files, ends = getattr(reader, "fs", None), {}
+    for part in reader.storage_data.values():
         ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
+    if files is None:  # a reader of something else than files
+        return
+    question = hashlib.sha256(repr((str(reader.path), sorted(ends.items()))).encode()).hexdigest()
+    if problem := _asked_once(question, lambda: _problem_of_files(files, reader.path, ends)):
+        raise CheckpointError(f"{problem}. {_WAY_OUT}")
+
+
+def _problem_of_files(files: Any, folder: Any, ends: Mapping[str, int]) -> str:
+    """Which of the files is missing or shorter than `ends` says; nothing if none is, as far as can be seen."""
     for name, end in ends.items():
-        path = Path(folder) / name
+        path = files.concat_path(folder, name)
         try:
-            size = path.stat().st_size
+            size = _size_of(files, path)
         except OSError as error:
-            raise CheckpointError(f"a file of the checkpoint is missing ({error}). {_WAY_OUT}") from error
-        if size < end:
-            raise CheckpointError(f"{path} has {size:,} bytes and should have {end:,}: it was cut short. {_WAY_OUT}")
+            return f"a file of the checkpoint is missing, or cannot be read: {path} ({error})"
+        if size is not None and size < end:
+            return f"{path} has {size:,} bytes and should have {end:,}: it was cut short"
+    return ""
+
+
+def _size_of(files: Any, path: Any) -> int | None:
+    """Size of a file in the file system of a reader, in bytes; None where there is no telling.
+
+    Raises:
+        OSError: it is not there.
+    """
+    try:
+        # A path that knows its file system asks that. To open a file instead may mean to fetch all of it.
+        if hasattr(path, "stat") and (type(files) is FileSystem or type(path) is not type(Path())):
+            return path.stat().st_size
+        with files.create_stream(path, "rb") as stream:
+            return stream.seek(0, os.SEEK_END) if stream.seekable() else None
+    except io.UnsupportedOperation:  # an OSError as well
+        return None
+    except OSError:
+        raise
+    except Exception:  # of a library of remote storage, say: if it matters, reading will fail too
+        return None
+
+
+WAIT_S = 30 * 60.0
+"""For the answer of another rank; what a process group waits by default."""
+
+_NO_PROBLEM = "-"  # a store holds no empty values
+_times_asked: Counter[str] = Counter()
+
+
+def _asked_once(question: str, answer: Callable[[], str]) -> str:
+    """`answer()` of one of the ranks that ask this, on all of them. See [Note: one rank looks]."""
+    if not torch.distributed.is_initialized():
+        return answer()
+    store = torch.distributed.distributed_c10d._get_default_store()
+    _times_asked[question] += 1
+    key = f"megatron_dos/{question}/{_times_asked[question]}"
+    if store.add(f"{key}/claimed", 1) == 1:
+        given = ""
+        try:
+            given = answer()
+        finally:  # nobody waits for what never comes
+            store.set(key, given or _NO_PROBLEM)
+        return given
+    if not _appears(store, key):
+        return answer()
+    given = store.get(key).decode()
+    return "" if given == _NO_PROBLEM else given
+
+
+def _appears(store: Any, key: str) -> bool:
+    """Wait for a key, without keeping the store from other threads."""
+    end, pause = time.monotonic() + WAIT_S, 0.005
+    while time.monotonic() < end:
+        if store.check([key]):
+            return True
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)
+    return False
 
 
 def _require_tensors(held: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...] | None]) -> None:

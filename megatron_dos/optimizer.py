@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -44,6 +45,7 @@ from megatron_dos.checkpoint import (
     require_room_for_copies,
     require_same_size,
     require_shared_memory,
+    share_handouts,
     zero_padding,
 )
 from megatron_dos.deferred_grads import DeferredGrads
@@ -344,6 +346,32 @@ def _watch_asynchronous_saves() -> None:
     TorchDistSaveShardedStrategy.save, TorchDistSaveShardedStrategy.async_save = at_once, looking
 
 
+def _share_before_async_saves() -> None:
+    """Have Megatron's queue of asynchronous saves refuse one whose states do not fit into shared memory, on all ranks.
+
+    The queue would wait for ever for a writer that never gets them, see [Note: saves by reference] in `checkpoint`.
+    """
+    schedule = AsyncCallsQueue.schedule_async_request
+    if getattr(schedule, "_shares_deep_states", False):
+        return
+
+    @functools.wraps(schedule)
+    def sharing(self: AsyncCallsQueue, async_request: Any) -> int:
+        problem = share_handouts()
+        failed = torch.tensor([bool(problem)], dtype=torch.int, device=torch.cuda.current_device())
+        torch.distributed.all_reduce(failed, op=torch.distributed.ReduceOp.MAX)  # Megatron has all ranks call this
+        if failed.item():
+            raise CheckpointError(
+                f"{problem or 'another rank has no shared memory left for its optimizer states'}. Nothing was saved, "
+                "earlier checkpoints are as they were. Make room in /dev/shm (docker run --shm-size, or a larger "
+                "tmpfs), or drop --async-save."
+            )
+        return schedule(self, async_request)
+
+    sharing._shares_deep_states = True
+    AsyncCallsQueue.schedule_async_request = sharing
+
+
 def _refuse_mimo() -> None:
     """Have Megatron's optimizer of a MimoModel refuse deep-states optimizers: it clips grads itself, and looks for them
     where these are not."""
@@ -381,6 +409,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
         # See [Note: the precision-aware seat].
         config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
         super().__init__(optimizer, config, grad_scaler, init_state_fn, model_chunks, *args, **kwargs)
+        _share_before_async_saves()  # on all ranks, whether or not they own states: they tell each other
         if self.is_stub_optimizer:
             return
         options = DosOptions.from_config(config)

@@ -3,6 +3,10 @@
 The file is Megatron's: for each buffer its states gathered from all data-parallel ranks, on the first of them; a list
 of such, if there are several optimizers in a chain. Only nobody gathers: what a rank owns is sent when its place in the
 file comes, see `state_stream` and `torch_file`.
+
+[Note: checked before it is loaded] The first rank reads the file twice: once to compare it with its checksums, and once
+to send it. In a single pass, a flipped bit would be found when some states have been sent already, and half a load is
+of no use. The second pass finds in memory what of the file fits there.
 """
 
 from __future__ import annotations
@@ -18,13 +22,16 @@ import torch
 
 from megatron_dos import torch_file
 from megatron_dos.checkpoint import CheckpointError
-from megatron_dos.files import new_file
+from megatron_dos.files import new_file, remove_leftovers
 from megatron_dos.state_stream import Share, first_problem, gather, scatter
 
 __all__ = ["Owner", "Shares", "load", "load_content", "save"]
 
 Shares = Mapping[int, Mapping[Any, Mapping[str, Share]]]
 """Buffer -> its dtypes -> name of a state -> the file's tensor, and what this rank owns of it."""
+
+CHECKING_THREADS = 4
+"""Enough for a file whose tensors are the params and two moments of one buffer."""
 
 UNCHANGED = (
     "The optimizer states are as they were. Load another checkpoint (--ckpt-step), or the weights alone with "
@@ -71,6 +78,8 @@ def save(owners: Sequence[Owner], filename: str) -> None:
             contents = [
                 _content(of_owner) if _is_first(owner) else None for owner, of_owner in zip(owners, shares, strict=True)
             ]
+            for other in _of_other_iterations(Path(filename)):
+                remove_leftovers(other)
             with new_file(filename, overwrite=True) as temporary:
                 torch_file.write(temporary, Path(filename).stem, contents if len(owners) > 1 else contents[0], chunks)
         _exhaust(chunks)
@@ -80,6 +89,13 @@ def save(owners: Sequence[Owner], filename: str) -> None:
             with suppress(Exception):
                 _exhaust(stream)
     _raise_together(owners, problem)
+
+
+def _of_other_iterations(path: Path) -> Iterator[Path]:
+    """Where Megatron has the same file of other checkpoints: a save that was killed may never come to its own again."""
+    iteration = path.parent.parent
+    if iteration.name.startswith("iter_"):
+        yield from (other / path.parent.name / path.name for other in iteration.parent.glob("iter_*"))
 
 
 def load(owners: Sequence[Owner], filename: str) -> None:
@@ -92,6 +108,7 @@ def load(owners: Sequence[Owner], filename: str) -> None:
     if any(map(_is_first, owners)):
         try:
             content = torch_file.read(filename)
+            torch_file.check(filename, CHECKING_THREADS)
         except Exception as error:  # whatever is wrong with it, all ranks are to hear of it
             problem = f"{filename} cannot be loaded: {error}. {UNCHANGED}"
         else:

@@ -14,9 +14,11 @@ VENV=.venv
 # its compiled dataset helper is made for 3.12.
 PYTHON_VERSION=3.12
 # einops: Megatron asks for it, without declaring it, when it makes several instances of the distributed optimizer.
+# multi-storage-client: what Megatron's --enable-msc reads and writes checkpoints with; only tests use it here.
 REQUIREMENTS=(
     "torch>=2.4" "megatron-core==0.19.2" "numpy" "psutil" "pybind11>=2.12" "setuptools>=70" "wheel"
     "pytest" "hypothesis" "ruff" "matplotlib" "tensorboard" "tqdm" "pyyaml" "einops"
+    "multi-storage-client"
 )
 
 say() { printf '== %s\n' "$*"; }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import resource
 import shutil
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -123,3 +125,62 @@ def test_padding_alone_becomes_zeros():
     zero_padding(state)
     assert param.tolist() == [1, 1, 1]
     assert padding.tolist() == [0, 0]
+
+
+class TestOneRankLooks:
+    """What ranks leave for each other in a store. With real ranks: e2e/test_checkpoint_readers.py."""
+
+    @pytest.fixture(autouse=True)
+    def store(self, monkeypatch):
+        store = torch.distributed.HashStore()
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+        monkeypatch.setattr(checkpoint, "WAIT_S", 0.05)
+        return store
+
+    @pytest.fixture
+    def asks(self, monkeypatch):
+        """Asks as one rank after the other, each of which has asked nothing so far."""
+
+        def ask(answer):
+            monkeypatch.setattr(checkpoint, "_times_asked", Counter())
+            return checkpoint._asked_once("whole?", answer)
+
+        return ask
+
+    @pytest.mark.parametrize("problem", ["", "a file is missing"])
+    def test_those_who_come_later_have_the_answer_of_the_first(self, asks, problem):
+        assert asks(lambda: problem) == problem
+        assert asks(lambda: pytest.fail("looks again")) == problem
+
+    def test_another_load_asks_again(self):
+        assert checkpoint._asked_once("whole?", lambda: "short") == "short"
+        assert checkpoint._asked_once("whole?", lambda: "") == ""
+
+    def test_who_waits_in_vain_looks_itself(self, asks, store):
+        store.add("megatron_dos/whole?/1/claimed", 1)
+        assert asks(lambda: "seen by this rank") == "seen by this rank"
+
+    def test_nobody_waits_for_one_that_broke_down(self, asks):
+        def break_down():
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            asks(break_down)
+        assert asks(lambda: pytest.fail("has waited in vain")) == ""
+
+
+def test_a_reader_without_files_is_not_asked_for_any():
+    checkpoint._require_whole_files(SimpleNamespace(path="x", storage_data={}))
+
+
+def test_a_local_look_at_foreign_files_would_find_none(monkeypatch):
+    """What made checkpoints of `msc://` unloadable: sizes taken from a local path of that name."""
+    files = SimpleNamespace(
+        concat_path=lambda folder, name: f"{folder}/{name}",
+        create_stream=lambda path, mode: io.BytesIO(b"1234"),
+    )
+    assert checkpoint._problem_of_files(files, "msc://profile/folder", {"a": 4}) == ""
+    assert "has 4 bytes and should have 5: it was cut short" in checkpoint._problem_of_files(files, "msc://p", {"a": 5})
+    monkeypatch.setattr(checkpoint, "_size_of", lambda files, path: os.stat(path).st_size)
+    assert "missing" in checkpoint._problem_of_files(files, "msc://profile/folder", {"a": 4})

@@ -26,7 +26,7 @@ LAYERS = {
     "rivals": {"device", "machine", "perf_model", "schedule"},
     "reservations": set(),
     "states": {"kernels", "reservations"},
-    "checkpoint": {"kernels", "states"},
+    "checkpoint": {"kernels", "states", "torch_file"},
     "deferred_grads": {"kernels"},
     "param_gather": {"partition"},
     "reshardable": set(),

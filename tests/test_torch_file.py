@@ -95,6 +95,79 @@ class TestWrite:
             torch_file.write(tmp_path / "file", "f", [FlatTensor(2), FlatTensor(3)], iter(map(torch.ones, given)))
 
 
+# ---- Damaged files --------------------------------------------------------------------------------------------------
+
+
+def read_checked(path: Path) -> Any:
+    """Both ways to check; what was read, if the file is whole for both."""
+    torch_file.check(path, threads=3)
+    with path.open("rb") as file:
+        torch_file.check_stream(file)
+        assert file.tell() == 0
+    return torch_file.read(path)
+
+
+def reading_fails(path: Path) -> bool:
+    try:
+        read_checked(path)
+    except Exception:  # of the checks, or of torch
+        return True
+    return False
+
+
+def saved_by_torch(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    torch.save(content(tensors), path)
+
+
+def saved_by_us(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    sizes = {name: FlatTensor(tensor.numel()) for name, tensor in tensors.items()}
+    torch_file.write(path, "states", content(sizes), chunks(tensors))
+
+
+@pytest.mark.parametrize("save", [saved_by_us, saved_by_torch])
+class TestDamage:
+    def test_whole_files_pass(self, tmp_path, tensors, save):
+        save(tmp_path / "file", tensors)
+        assert repr(read_checked(tmp_path / "file")) == repr(content(tensors))
+
+    @pytest.mark.parametrize("tensor", SIZES)
+    def test_a_flipped_bit_of_a_tensor_is_found_which_torch_does_not_see(self, tmp_path, tensors, save, tensor):
+        path = tmp_path / "file"
+        save(path, tensors)
+        elements = tensors[tensor].numpy().tobytes()
+        data = bytearray(path.read_bytes())
+        data[data.index(elements) + len(elements) // 2] ^= 0x40
+        path.write_bytes(data)
+        assert repr(torch.load(path)) != "", "torch loads it"
+        for check in (lambda: torch_file.check(path, 3), lambda: torch_file.check_stream(path.open("rb"))):
+            with pytest.raises(zipfile.BadZipFile, match=rf"Bad CRC-32.*data/{list(SIZES).index(tensor)}"):
+                check()
+
+    def test_no_flipped_bit_anywhere_in_the_file_changes_what_is_loaded(self, tmp_path, save):
+        """Wherever it is: in an element, a name, a length, an offset or a checksum."""
+        small, path = {"param": torch.arange(1.0, 4), "exp_avg": torch.ones(2)}, tmp_path / "file"
+        save(path, small)
+        whole, found = path.read_bytes(), 0
+        for place in range(0, len(whole), 5):
+            data = bytearray(whole)
+            data[place] ^= 1 << place % 8
+            path.write_bytes(data)
+            if reading_fails(path):
+                found += 1
+            else:
+                assert repr(read_checked(path)) == repr(content(small)), f"byte {place}"
+        assert found > 40
+
+
+def test_a_file_without_checksums_passes(tmp_path, tensors):
+    torch.serialization.set_crc32_options(False)
+    try:
+        saved_by_torch(tmp_path / "file", tensors)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert repr(read_checked(tmp_path / "file")) == repr(content(tensors))
+
+
 def test_memory_of_mapped_tensors_is_given_back(tmp_path):
     torch.save(torch.ones(8 << 20), tmp_path / "file")
     tensor, process = torch_file.read(tmp_path / "file"), psutil.Process()

@@ -9,6 +9,7 @@ import random
 import resource
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -105,6 +106,84 @@ def written_while_stepping(
     queue.close()
     load_states(run, target, layout)
     return {"in_file": differences(run, expected), "went_on": went_on, "step": run.inner.optimizer.step_count}
+
+
+def without_room(folder: str, layout: str, persistent: bool, protected: bool = True) -> dict[str, Any]:
+    """Save asynchronously when /dev/shm is full on rank 1, and once more when there is room again.
+
+    Args:
+        protected: false takes away the copy before a save is scheduled. Only for a writer that is forked: the other
+            would be waited for without end.
+
+    Returns: for each the error, which states differ from those at the call in what was written, and whether training
+        goes on in between. Nothing if this machine lets nobody have a /dev/shm of its own.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    if not own_shared_memory():
+        return {}
+    from megatron_dos import optimizer
+
+    share_slabs()
+    if not protected:
+        optimizer.share_handouts = lambda: ""
+    filesystem_async.get_write_results_queue("fork")
+    rank = int(os.environ["RANK"])
+    if persistent:
+        AsyncCallsQueue.warmup_persistent_caller(rank)
+    run, queue = FlatRun("bfloat16"), AsyncCallsQueue(persistent=persistent)
+
+    def save(name: str) -> None:
+        target = Path(folder) / name
+        target.mkdir(exist_ok=True)
+        torch.distributed.barrier()
+        queue.schedule_async_request(
+            dist_checkpointing.save(
+                sharded(run, layout=layout),
+                str(target),
+                async_sharded_save=True,
+                async_strategy="mcore",
+                content_metadata={},
+            )
+        )
+        queue.maybe_finalize_async_calls(blocking=True)
+
+    run.step(random_grads(0))
+    before, outcome = run.states(), {}
+    save("before")
+    filler = Path("/dev/shm/filler")
+    if rank == 1:
+        fill(filler)
+    outcome["full"] = reason_of(lambda: save("full"))
+    outcome["complete"] = (Path(folder) / "full" / ".metadata").exists()
+    outcome["step"] = reason_of(lambda: run.step(random_grads(1)))
+    load_states(run, Path(folder) / "before", layout)
+    outcome["before"] = differences(run, before)
+    filler.unlink(missing_ok=True)
+    queue.async_calls.clear()  # of a save that failed in its end, where nothing is protected
+    outcome["with room"] = reason_of(lambda: save("after"))
+    queue.close()
+    run.step(random_grads(2))
+    load_states(run, Path(folder) / "after", layout)
+    outcome["after"] = differences(run, before)
+    return outcome
+
+
+def own_shared_memory() -> bool:
+    """Give this process and its children a small /dev/shm that nobody else sees."""
+    try:
+        os.unshare(os.CLONE_NEWNS)
+    except OSError:
+        return False
+    mounts = (["--make-rprivate", "/"], ["-t", "tmpfs", "-o", "size=4m", "tmpfs", "/dev/shm"])
+    return all(subprocess.run(["mount", *mount], check=False).returncode == 0 for mount in mounts)
+
+
+def fill(path: Path) -> None:
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(path.parent).free)
 
 
 def differences(run: FlatRun, expected: list[dict[str, torch.Tensor] | None]) -> list[str]:

@@ -18,7 +18,7 @@ import torch
 from checkpoint_faults import reason_of
 from flat import FlatRun, random_grads
 
-from megatron_dos import state_stream
+from megatron_dos import state_stream, torch_file
 
 FILE = "distrib_optim.pt"
 
@@ -207,7 +207,23 @@ def faults(folder: str) -> dict[str, dict[str, Any]]:
     state_stream.Share.copy_to, state_stream.Share.copy_from = copies
     attempt("load after", load)
     attempt("save after", save)
+    flip_a_bit(path)
+    attempt("flipped bit", load)
+    check = torch_file.check
+    torch_file.check = lambda *args: None
+    attempt("flipped bit, unchecked", load)
+    torch_file.check = check
     return outcomes
+
+
+def flip_a_bit(path: Path) -> None:
+    """Of an element of the file."""
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 0x40
+        path.write_bytes(data)
+    torch.distributed.barrier()
 
 
 def fails_on_rank_1(copy: Callable[..., None]) -> Callable[..., None]:

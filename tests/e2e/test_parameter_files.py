@@ -86,6 +86,18 @@ class TestFaults:
             assert "rank 1: out of luck" in outcome["error"]
             assert outcome["step"].startswith("CheckpointError: no step is possible")
 
+    def test_a_flipped_bit_is_an_error_on_all_ranks_before_any_state_is_touched(self, ranks):
+        for rank in ranks:
+            outcome = rank["flipped bit"]
+            assert outcome["error"].startswith("CheckpointError: ")
+            assert "distrib_optim.pt cannot be loaded: Bad CRC-32" in outcome["error"]
+            assert "The optimizer states are as they were" in outcome["error"]
+            assert outcome["states"]
+
+    def test_without_the_checksums_a_flipped_bit_would_be_loaded(self, ranks):
+        assert [rank["flipped bit, unchecked"]["error"] for rank in ranks] == ["", ""]
+        assert not all(rank["flipped bit, unchecked"]["states"] for rank in ranks)
+
     def test_afterwards_the_checkpoint_loads_and_the_training_goes_on(self, ranks):
         for rank in ranks:
             assert (rank["load after"]["error"], rank["load after"]["step"]) == ("", "")
