@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-__all__ = ["WIDTH", "gib", "plural", "short", "table", "wrapped"]
+__all__ = ["WIDTH", "gib", "hanging", "plural", "short", "table", "wrapped"]
 
 WIDTH = 118
 """Columns of a page at most."""
@@ -14,6 +14,14 @@ WIDTH = 118
 def wrapped(text: str, indent: str = "  ") -> str:
     """A sentence in lines that fit, those after the first indented; words with hyphens stay whole."""
     return textwrap.fill(text, WIDTH, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
+
+
+def hanging(text: str, first: str, others: str) -> str:
+    """Text in lines that fit: the first after `first`, the others after `others`. Words are cut where they have to be,
+    as a path may be longer than a line."""
+    return textwrap.fill(
+        text, WIDTH, initial_indent=first, subsequent_indent=others, break_on_hyphens=False, break_long_words=True
+    )
 
 
 def plural(count: int, what: str) -> str:
