@@ -41,7 +41,7 @@ START = 90  # seconds that a worker may take to import torch and to begin
 STACKS = 1.0  # seconds that a hung worker is given to print where it is
 
 
-_NO_GPU = "This check needs a GPU: run it where `nvidia-smi` lists one. scripts/gpu_check --dry-run tries the script without"
+_NO_GPU = "This check needs a GPU: run it where `nvidia-smi` lists one. --dry-run tries the script without"
 
 
 class NothingToCheckError(RuntimeError):

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dos import __version__, calibration, patching
-from megatron_dos.commands.text import gib, hanging, plural, wrapped
+from megatron_dos.commands.text import hanging, wrapped
 from megatron_dos.supported import MEGATRON, MEGATRON_PYTHON, TORCH
+from megatron_dos.words import gib, plural
 
 __all__ = ["Finding", "add", "examine", "run"]
 
