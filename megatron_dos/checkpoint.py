@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_dos.kernels.threads import ranks_on_node
+from megatron_dos.refusal import Refusal
 from megatron_dos.states import HostMemoryError
 from megatron_dos.words import gib, plural
 
@@ -48,7 +49,7 @@ __all__ = [
 ]
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(RuntimeError, Refusal):
     """A checkpoint cannot be loaded, or was loaded in part only."""
 
 

@@ -15,6 +15,7 @@ import torch
 from megatron_dos import reservations
 from megatron_dos.kernels import gpu, slab
 from megatron_dos.kernels.threads import ranks_on_node
+from megatron_dos.refusal import Refusal
 from megatron_dos.words import plural
 
 __all__ = [
@@ -32,11 +33,11 @@ STATES = ("master", "exp_avg", "exp_avg_sq")
 BYTES_PER_PARAMETER = 4 * len(STATES)  # all in FP32
 
 
-class HostMemoryError(MemoryError):
+class HostMemoryError(MemoryError, Refusal):
     """The optimizer states of this node's ranks do not fit into its free host memory."""
 
 
-class DeviceMemoryError(MemoryError):
+class DeviceMemoryError(MemoryError, Refusal):
     """The optimizer states that are to reside on the device do not fit into its free memory."""
 
 

@@ -22,8 +22,8 @@ from megatron_dos.arguments import (
     UnsupportedOptionError,
     add_arguments,
     can_send_grads_early,
+    check_args,
     own_options,
-    validate_args,
 )
 from megatron_dos.commands import CommandError
 from megatron_dos.commands.models import KNOWN_MODELS, Layout, Shape, moe_pattern
@@ -149,7 +149,7 @@ def _complaints(args: argparse.Namespace, is_launch: bool) -> list[str]:
     checked.dos_cpu_threads = 0  # which training compares with its own node, not with this one
     checked.use_distributed_optimizer |= not is_launch
     try:
-        validate_args(checked)
+        check_args(checked)
     except UnsupportedOptionError as error:
         return str(error).splitlines()
     return []
