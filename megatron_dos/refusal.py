@@ -3,11 +3,11 @@
 A refusal is an exception like any other, so programs that call this package catch it. Only where nobody catches it, in
 a process that runs Megatron's command line, does `end_in_one_message` replace the traceback.
 
-[Note: who speaks] All ranks are refused as a rule, at moments that are seconds apart, and a launcher ends all ranks when
-the first has ended. Ranks therefore meet in a store before any of them ends: torch.distributed's, or torchrun's own
-before torch.distributed is initialised. Rank 0 speaks as soon as it is there. The others wait for it, and one of them
-speaks when it does not come, since it may not be refused. Where there is no store, rank 0 speaks, and the others give it
-time to.
+[Note: who speaks] As a rule all ranks are refused, at moments that are seconds apart, and a launcher ends all ranks
+when the first has ended. Ranks therefore meet in a store before any of them ends: torch.distributed's, or torchrun's
+own before torch.distributed is initialised. Rank 0 speaks as soon as it is there. The others wait for it, and one of
+them speaks when it does not come, since it may not be refused. Where there is no store, rank 0 speaks, and the others
+give it time to.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["EXIT_STATUS", "Refusal", "end_in_one_message"]
 EXIT_STATUS = 2
 _KEY = "megatron-dos refusal"
 _PATIENCE_S = 15.0
-"""How long ranks wait for one another. They import the same files and build the same model: seconds lie between them."""
+"""How long ranks wait for one another. All import the same files and build the same model: seconds lie between."""
 _POLL_S = 0.05
 
 

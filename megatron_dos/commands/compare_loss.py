@@ -19,7 +19,7 @@ from megatron_dos.words import plural
 
 __all__ = ["Log", "add", "read_log", "run"]
 
-_TOLERANCE = 1e-2
+_TOLERANCE = 5e-3
 _HELP = """\
 Compare what Megatron has logged in two trainings: for each figure of its log lines the largest difference, absolute and
 relative to A, and the first iteration where it differs. Lines of other ranks, colours and prefixes are passed over.
@@ -75,9 +75,7 @@ def add(commands: Any) -> None:
         metavar="PART",
         help="relative difference that a loss may have; 0 for equal figures (default: %(default)s)",
     )
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="draw the losses and their difference (matplotlib)"
-    )
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw losses and difference (matplotlib)")
     parser.add_argument("--overwrite", action="store_true", help="replace that file")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a page")
     parser.set_defaults(run=run)

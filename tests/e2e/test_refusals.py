@@ -47,7 +47,7 @@ def assert_one_message(finished: subprocess.CompletedProcess[str], words: str) -
     assert finished.returncode == 1
     assert not re.search(r"File [^\n]*megatron_dos/", finished.stderr), "a traceback of ours"
     statuses = re.findall(r"exitcode *: *(-?\d+)", finished.stderr)
-    assert len(statuses) == 2
+    assert len(statuses) >= 2  # of both ranks, and of the first of them once more
     assert set(statuses) == {"2"}
 
 
