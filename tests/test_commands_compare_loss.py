@@ -15,7 +15,8 @@ def line(iteration, loss="6.0", skipped=0, more="", grad_norm="1.234"):
     return (
         f" [2026-11-30 10:00:{iteration % 60:02d}.123456] iteration {iteration:8d}/     200 | consumed samples: "
         f"{4 * iteration:12d} | elapsed time per iteration (ms): {100 + 7 * iteration:.1f} | "
-        f"learning rate: 1.000000E-03 | global batch size:     4 |{losses}{more} loss scale: 1.0 | grad norm: {grad_norm} | "
+        f"learning rate: 1.000000E-03 | global batch size:     4 |{losses}{more} loss scale: 1.0 | "
+        f"grad norm: {grad_norm} | "
         f"number of skipped iterations: {skipped:3d} | number of nan iterations:   0 |"
     )
 
