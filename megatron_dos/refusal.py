@@ -44,7 +44,8 @@ def end_in_one_message() -> None:
             return
         sys.stdout.flush()
         if _speaks_here():
-            print(f"megatron-dos: {error}", file=sys.stderr, flush=True)
+            # Not sys.stderr: torch.distributed calls this hook with a buffer in its place, which the exit would drop.
+            print(f"megatron-dos: {error}", file=sys.__stderr__, flush=True)
         _wait_for_others()
         raise SystemExit(EXIT_STATUS)  # Python exits with the status of a SystemExit that its hook raises
 
