@@ -1,4 +1,7 @@
-"""Builds the C++ extension `megatron_dos._cpp_adam`; everything else about the package is in setup.cfg.
+"""Builds the C++ extension `megatron_dos._cpp_adam` and names the requirements; all else is in setup.cfg.
+
+The versions of the requirements are those of megatron_dos/supported.py. setuptools takes a setting from here or from
+setup.cfg, not from both, so all requirements are here.
 
 Each instruction set is one source file compiled with its own flags (cpp_adam/flags.mk). The rest of the module is
 compiled for the architecture's base, so the module loads on any CPU of it and chooses at import.
@@ -6,11 +9,13 @@ compiled for the architecture's base, so the module loads on any CPU of it and c
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 from pathlib import Path
+from types import ModuleType
 
 import pybind11
 from setuptools import Extension, setup
@@ -49,7 +54,26 @@ class BuildKernels(build_ext):
         super().build_extension(ext)
 
 
+def table_of_versions() -> ModuleType:
+    """megatron_dos/supported.py, without the package around it."""
+    spec = importlib.util.spec_from_file_location("supported", "megatron_dos/supported.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+supported = table_of_versions()
+
 setup(
+    python_requires=supported.PYTHON.specifier,
+    install_requires=["numpy", supported.TORCH.requirement, "psutil", "tqdm"],
+    extras_require={
+        "megatron": [
+            f'{supported.MEGATRON.requirement}; python_version>="{supported.MEGATRON_PYTHON.least}"',
+        ],
+        "plots": ["matplotlib"],
+        "test": ["pytest", "hypothesis", "ruff", "matplotlib", "tensorboard"],
+    },
     ext_modules=[
         Extension(
             "megatron_dos._cpp_adam",

@@ -5,7 +5,7 @@ are generated from it. `REFUSALS` is the one list of combinations that cannot wo
 `validate_args`, which Megatron calls with the raw command line, and `validate_config`, for programs that build
 OptimizerConfig and DistributedDataParallelConfig themselves.
 
-Nothing here imports Megatron, torch or the rest of this package: argument parsing needs none of them.
+Nothing here imports Megatron, torch or the rest of this package but `refusal`: argument parsing needs none of them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_dos.refusal import Refusal, end_in_one_message
+
 __all__ = [
     "AUTOMATIC_EARLY_SLOTS",
     "EARLY_GRADS_REFUSALS",
@@ -33,6 +35,7 @@ __all__ = [
     "add_arguments",
     "allowed_cores",
     "can_send_grads_early",
+    "check_args",
     "parse_steps",
     "validate_args",
     "validate_config",
@@ -47,7 +50,7 @@ _EARLY = "--dos-overlap-grad-d2h on"
 _MISSING = object()
 
 
-class UnsupportedOptionError(ValueError):
+class UnsupportedOptionError(ValueError, Refusal):
     """An option that deep optimizer states cannot honour; the message names the flags and the way out."""
 
 
@@ -548,6 +551,18 @@ def _validate(options: DosOptions, sources: Sequence[Any], are_configs: bool) ->
 
 
 def validate_args(args: Any) -> None:
+    """`check_args` in Megatron's command line: a refusal that nobody catches, of these arguments or later on, ends all
+    ranks with one message (see `refusal`).
+
+    Raises:
+        UnsupportedOptionError: as `check_args`.
+    """
+    if any(getattr(args, option.name, option.default) != option.default for option in own_options()):
+        end_in_one_message()
+    check_args(args)
+
+
+def check_args(args: Any) -> None:
     """Check Megatron's raw arguments, before Megatron's own `validate_args` derives or changes any.
 
     Args:

@@ -54,7 +54,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_dos import torch_file
 from megatron_dos.kernels.threads import ranks_on_node
+from megatron_dos.refusal import Refusal
 from megatron_dos.states import HostMemoryError
+from megatron_dos.words import gib, plural
 
 __all__ = [
     "CheckpointError",
@@ -68,7 +70,7 @@ __all__ = [
 ]
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(RuntimeError, Refusal):
     """A checkpoint cannot be saved or loaded, or was loaded in part only."""
 
 
@@ -177,8 +179,8 @@ def require_shared_memory(needed: int, folder: str = "/dev/shm") -> None:
     free = shutil.disk_usage(folder).free if os.path.isdir(folder) else 0
     if needed * ranks > free:
         raise HostMemoryError(
-            f"--async-save sends {needed / 2**30:.2f} GiB of optimizer states a rank through {folder}, "
-            f"{needed * ranks / 2**30:.2f} GiB for the {ranks} rank(s) of this node, and {free / 2**30:.2f} GiB are "
+            f"--async-save sends {gib(needed, 2)} of optimizer states a rank through {folder}, "
+            f"{gib(needed * ranks, 2)} for the {plural(ranks, 'rank')} of this node, and {gib(free, 2)} are "
             "free there. Give the container more (docker run --shm-size, or a larger tmpfs), or drop --async-save."
         )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

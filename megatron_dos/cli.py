@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron_dos import __version__, patching
-from megatron_dos.commands import CommandError, calibrate, doctor, plan, simulate
+from megatron_dos.commands import CommandError, calibrate, compare_loss, doctor, plan, simulate
 
 __all__ = ["main"]
 
@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("path", metavar="PATH", help="the checkout: the folder that holds megatron/")
         command.set_defaults(run=run)
-    for module in (doctor, calibrate, plan, simulate):
+    for module in (doctor, calibrate, plan, simulate, compare_loss):
         module.add(commands)
     return parser
 

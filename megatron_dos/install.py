@@ -25,6 +25,7 @@ from typing import Any
 
 from megatron_dos.arguments import DosOptions, add_arguments, validate_args, validate_config, validate_optimizer
 from megatron_dos.patching import known_versions
+from megatron_dos.supported import MEGATRON
 
 __all__ = ["InstallError", "install", "is_patched", "uninstall"]
 
@@ -103,8 +104,7 @@ def _import_megatron() -> ModuleType:
             f"a Megatron-LM checkout on PYTHONPATH. Known versions: {known}."
         ) from error
     version = getattr(package_info, "__version__", "of no version")
-    minor = _minor(version)
-    if minor not in {_minor(one) for one in known.split(", ")}:
+    if not MEGATRON.include(version):
         raise InstallError(
             f"megatron-core {version} is not known to megatron-dos; known versions: {known}. "
             "Install one of these, or a megatron-dos that knows yours."
@@ -123,10 +123,6 @@ def _import_megatron() -> ModuleType:
             f"megatron-dos cannot be hooked in. Known versions: {known}."
         )
     return optimizer
-
-
-def _minor(version: str) -> tuple[str, ...]:
-    return tuple(version.split(".")[:2])
 
 
 # --- The optimizer ---------------------------------------------------------------------------------------------

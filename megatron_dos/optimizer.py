@@ -72,6 +72,7 @@ from megatron_dos.reshardable import (
 )
 from megatron_dos.state_stream import Share, first_problem
 from megatron_dos.tuner import FirstChoice, first_choice
+from megatron_dos.words import gib, plural
 
 __all__ = ["DeepStatesOptimizer", "HostAdam", "make_device"]
 
@@ -257,16 +258,20 @@ def _announce(subgroups: Partition, options: EngineOptions, reason: str, given: 
     if torch.distributed.get_rank() == 0:
         on_gpu = f"one subgroup in {options.stride}" if options.stride else f"{float(1 - options.host_share):.0%}"
         resident = resident_parameters(subgroups, options)
-        on_device = f", GPU memory {12 * resident / 2**30:.3f} GiB for {resident:,} of them" if resident else ""
-        early = f"; grads of {options.early_slots} subgroup(s) sent in the backward pass" if options.early_slots else ""
+        on_device = f", GPU memory {gib(12 * resident, 3)} for {resident:,} of them" if resident else ""
+        early = (
+            f"; grads of {plural(options.early_slots, 'subgroup')} sent in the backward pass"
+            if options.early_slots
+            else ""
+        )
         if asked_slots and not options.early_slots:
             early = f"; --dos-early-grad-slots {asked_slots} has no effect: no grads can be sent in the backward pass"
         print(
-            f"deep optimizer states: rank 0 owns {subgroups.numel:,} parameters in {len(subgroups.subgroups)} "
-            f"subgroups of at most {subgroups.largest:,}; host memory {host_bytes(subgroups, options) / 2**30:.3f} "
-            f"GiB, of which staging {staging_bytes(subgroups, options) / 2**30:.3f} GiB{on_device}; {on_gpu} updated "
-            f"on the GPU{reason}, the rest on the CPU with {options.threads} thread(s) "
-            f"({_source_of_threads(given)}){early}",
+            f"deep optimizer states: rank 0 owns {subgroups.numel:,} parameters in "
+            f"{plural(len(subgroups.subgroups), 'subgroup')} of at most {subgroups.largest:,}; host memory "
+            f"{gib(host_bytes(subgroups, options), 3)}, of which staging {gib(staging_bytes(subgroups, options), 3)}"
+            f"{on_device}; {on_gpu} updated on the GPU{reason}, the rest on the CPU with "
+            f"{plural(options.threads, 'thread')} ({_source_of_threads(given)}){early}",
             flush=True,
         )
         near = threads.nearness(options.threads)

@@ -34,6 +34,7 @@ from megatron_dos.schedule import (
     every_kth_on_device,
     mix,
 )
+from megatron_dos.words import gib, plural
 
 __all__ = [
     "Choice",
@@ -210,20 +211,20 @@ def memory_fit(
             "GPU",
             memory.gpu,
             machine.gpu_memory if free_gpu_memory is None else free_gpu_memory,
-            f"{_gb(memory.gpu_slots)} of slots during the step, {_gb(memory.gpu_resident)} of resident states",
+            f"{gib(memory.gpu_slots)} of slots during the step, {gib(memory.gpu_resident)} of resident states",
             "lower --dos-resident-share or --dos-subgroup-size",
         ),
         (
-            f"node for {work.ranks} rank{'s' if work.ranks > 1 else ''}",
+            f"node for {plural(work.ranks, 'rank')}",
             memory.host,
             machine.host_memory if free_host_memory is None else free_host_memory,
-            f"{_gb(memory.host_states)} of states, {_gb(memory.host_slots)} of slots",
+            f"{gib(memory.host_states)} of states, {gib(memory.host_slots)} of slots",
             "use more nodes, or keep a part of the states on the GPU (--dos-resident-share)",
         ),
     ):
         if needed > free:
             raise MemoryFitError(
-                f"the update needs {_gb(needed)} on the {where} ({parts}), and {_gb(free)} are free: {way_out}"
+                f"the update needs {gib(needed)} on the {where} ({parts}), and {gib(free)} are free: {way_out}"
             )
     return memory
 
@@ -248,10 +249,6 @@ def room_to_stream(work: Workload, resident_share: Fraction | float, free_gpu_me
     """Whether `free_gpu_memory` bytes of a GPU hold the slots of streamed subgroups beside the resident states."""
     resident = _whole_subgroups(work, resident_share)
     return memory_needed(work, resident, streamed=True, host_share=Fraction(0)).gpu <= free_gpu_memory
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.1f} GB"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -668,7 +665,7 @@ def _reason(
     if seconds < 0.98 * found.seconds:
         text += f"; {helper} would give {_duration(seconds)}"
     if missing_to_stream:
-        text += f"; nothing can be streamed: {_gb(missing_to_stream)} of GPU memory are missing for its slots"
+        text += f"; nothing can be streamed: {gib(missing_to_stream)} of GPU memory are missing for its slots"
     return text
 
 

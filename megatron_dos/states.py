@@ -13,6 +13,8 @@ from megatron_dos import reservations
 from megatron_dos.kernels import gpu, slab
 from megatron_dos.kernels.control_groups import control_groups
 from megatron_dos.kernels.threads import ranks_on_node
+from megatron_dos.refusal import Refusal
+from megatron_dos.words import plural
 
 __all__ = [
     "BYTES_PER_PARAMETER",
@@ -29,11 +31,11 @@ STATES = ("master", "exp_avg", "exp_avg_sq")
 BYTES_PER_PARAMETER = 4 * len(STATES)  # all in FP32
 
 
-class HostMemoryError(MemoryError):
+class HostMemoryError(MemoryError, Refusal):
     """The optimizer states of this node's ranks do not fit into its free host memory."""
 
 
-class DeviceMemoryError(MemoryError):
+class DeviceMemoryError(MemoryError, Refusal):
     """The optimizer states that are to reside on the device do not fit into its free memory."""
 
 
@@ -124,7 +126,7 @@ def require_host_memory(needed: int) -> None:
     if needed * counted > available:
         raise HostMemoryError(
             f"--use-deep-optimizer-states needs {needed / 2**30:.2f} GiB of host memory for the optimizer states of "
-            f"each rank, {needed * ranks / 2**30:.2f} GiB for the {ranks} rank(s) of this node, but only "
+            f"each rank, {needed * ranks / 2**30:.2f} GiB for the {plural(ranks, 'rank')} of this node, but only "
             f"{available / 2**30:.2f} GiB are available. Spread the states over more data-parallel ranks or nodes, "
             "raise the memory limit of the container, or lower --dos-subgroup-size if the staging slots are what "
             "does not fit."

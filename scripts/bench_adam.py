@@ -87,7 +87,7 @@ def measure_all(args: argparse.Namespace) -> list[dict]:
             "TORCH_EXTENSIONS_DIR": str(RIVALS / "build"),
             "PATH": f"{RIVALS / 'site' / 'bin'}:{os.environ['PATH']}",
         }
-        print(f"measuring with {threads} thread(s) ...", file=sys.stderr, flush=True)
+        print(f"measuring with {threads} thread{'' if threads == 1 else 's'} ...", file=sys.stderr, flush=True)
         done = subprocess.run(
             [sys.executable, __file__, "--worker", json.dumps(task)],
             env=environment,

@@ -462,10 +462,11 @@ HybridDeviceOptimizer are page-locked there, by an allocator that rounds each te
 
 def tables(rows: list[dict], promises: list[str]) -> str:
     first = rows[0]
+    threads = f"{first['threads']} thread{'' if int(first['threads']) == 1 else 's'}"
     parts = [
         "# The optimizer step measured\n",
         METHOD,
-        f"{int(first['parameters']):,} parameters in {first['tensors']} tensors, {first['threads']} thread(s), "
+        f"{int(first['parameters']):,} parameters in {first['tensors']} tensors, {threads}, "
         f"{first['cpu']}, {first['date']}, load before {first['load']}, torch "
         f"{first['torch']}.\n",
         "![step time and memory](step.svg)\n",

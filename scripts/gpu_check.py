@@ -41,6 +41,9 @@ START = 90  # seconds that a worker may take to import torch and to begin
 STACKS = 1.0  # seconds that a hung worker is given to print where it is
 
 
+_NO_GPU = "This check needs a GPU: run it where `nvidia-smi` lists one. --dry-run tries the script without"
+
+
 class NothingToCheckError(RuntimeError):
     """This machine cannot run the check; the message says why and what to do."""
 
@@ -62,12 +65,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     supervisor = Supervisor(stages, args.dry_run, args.result, began + args.budget, args.parameters)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the worker does not outlive this process
     try:
+        if not args.dry_run:
+            look_for_gpu()
         supervisor.build()
         supervisor.run()
     except NothingToCheckError as error:
         print(f"gpu_check: {error}", file=sys.stderr)
         return 2
     return supervisor.finish()
+
+
+def look_for_gpu() -> None:
+    """Find out before anything is built whether there is a GPU.
+
+    Raises:
+        NothingToCheckError: there is none, or nothing answers.
+    """
+    command = [sys.executable, "-m", "gpu_check_stages.gpu_there"]
+    try:
+        done = subprocess.run(command, cwd=ROOT / "scripts", capture_output=True, text=True, timeout=START)
+    except subprocess.TimeoutExpired:
+        reason = f"the look for a GPU took more than {START} s: does `nvidia-smi` answer?"
+    else:
+        # Libraries print what they like before the answer.
+        reason = done.stdout.removesuffix("\n").rpartition("\n")[2]
+        if done.returncode:
+            last = done.stderr.strip().rpartition("\n")[2]
+            reason = f"the look for a GPU ended with status {done.returncode}: {last or 'nothing was printed'}"
+    if reason:
+        raise NothingToCheckError(f"{reason}. {_NO_GPU}")
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -234,9 +260,7 @@ class Supervisor:
             event, result = message.pop("event"), message
             result.pop("stage")
             if event == "no_gpu":
-                raise NothingToCheckError(
-                    f"{result['reason']}. This check needs a GPU; --dry-run tries the script without one."
-                )
+                raise NothingToCheckError(f"{result['reason']}. {_NO_GPU}")
             if event == "start":
                 deadline = min(time.monotonic() + stage.limit + GRACE, self._until + 0.0)
                 self._update(stage, "running", result)

@@ -167,3 +167,17 @@ def test_only_plans_take_flags_of_megatron(tree, capsys):
     assert "unrecognized arguments: --tensor-model-parallel-size 2" in capsys.readouterr().err
     assert cli.main(["patch", str(tree)]) == 0
     assert capsys.readouterr().out.startswith("patched")
+
+
+def test_package_runs_as_a_command():
+    finished = subprocess.run(
+        [sys.executable, "-m", "megatron_dos", "--version"],
+        capture_output=True, text=True, cwd=megatron_trees.ROOT, check=False,
+    )  # fmt: skip
+    assert (finished.returncode, finished.stdout) == (0, f"megatron-dos {megatron_dos.__version__}\n")
+    finished = subprocess.run(
+        [sys.executable, "-m", "megatron_dos", "patch", "/nowhere"],
+        capture_output=True, text=True, cwd=megatron_trees.ROOT, check=False,
+    )  # fmt: skip
+    assert finished.returncode == 2
+    assert finished.stderr.startswith("megatron-dos: ")

@@ -147,7 +147,7 @@ print(json.dumps([rank.about(), results]))
         assert 8 * (48 * sizes.update) <= 4 << 30
         assert sizes.copy_bytes % 2**16 == 0
         assert calibrate.sizes_for(1).update == Sizes().update
-        with pytest.raises(CommandError, match=r"8.00 GiB of free host memory are too little for 1000 ranks"):
+        with pytest.raises(CommandError, match=r"8.00 GiB of free host memory are too little for 1,000 ranks"):
             calibrate.sizes_for(1000)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import megatron_dos.kernels
-from megatron_dos import __version__, cli, patching
+from megatron_dos import __version__, calibration, cli, patching, supported
 from megatron_dos.commands import doctor
 
 
@@ -50,7 +50,7 @@ def test_without_a_gpu_training_cannot_run_and_the_demo_is_named(no_gpu, capsys)
     assert cli.main(["doctor"]) == 1
     page = capsys.readouterr().out
     assert "Training cannot run here; missing: GPU." in page
-    assert "`make demo` does without" in page
+    assert "`make demo` does without" in " ".join(page.split())
 
 
 def test_json_says_the_same(no_gpu, capsys):
@@ -61,9 +61,78 @@ def test_json_says_the_same(no_gpu, capsys):
     assert missing == ["GPU"]
 
 
-def test_every_line_that_is_not_well_names_a_way_out(no_gpu):
-    for finding in findings().values():
-        assert finding.state == doctor.OK or finding.way_out or finding.subject == "calibration"
+def test_every_line_that_is_not_well_names_a_way_out(no_gpu, monkeypatch, tmp_path):
+    for finding in findings(str(tmp_path)).values():
+        assert finding.state == doctor.OK or finding.way_out
+    for state in (doctor.NOTE, doctor.MISSING):
+        with pytest.raises(ValueError, match="needs a way out"):
+            doctor.Finding("subject", state, "text")
+    monkeypatch.setattr(calibration, "cached_machine", lambda: 1 / 0)
+    assert findings()["calibration"].way_out
+
+
+class TestVersions:
+    """What pip, install() and the patches refuse is not ok here."""
+
+    @pytest.mark.parametrize(
+        ("version", "state"),
+        [("2.1.0", "MISSING"), ("2.3.1+cu121", "MISSING"), ("2.4.0", "ok"), ("2.10.0a0+git12", "ok"), ("?", "MISSING")],
+    )
+    def test_torch(self, a_gpu, monkeypatch, version, state):
+        monkeypatch.setattr(torch, "__version__", version)
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        assert findings()["torch"].state == state
+
+    def test_old_torch_is_named_in_the_verdict(self, a_gpu, monkeypatch, capsys):
+        monkeypatch.setattr(torch, "__version__", "2.1.0")
+        assert cli.main(["doctor"]) == 1
+        page = capsys.readouterr().out
+        assert page.splitlines()[-1] == "Training cannot run here; missing: torch."
+        assert "2.1.0 is not supported: 2.4 or newer is" in page
+
+    @pytest.mark.parametrize(("version", "state"), [("3.11.9", "MISSING"), ("3.12.0", "ok"), ("3.14.0", "ok")])
+    def test_python(self, a_gpu, monkeypatch, version, state):
+        monkeypatch.setattr(doctor.platform, "python_version", lambda: version)
+        assert findings()["python"].state == state
+
+    @pytest.mark.parametrize(
+        ("version", "state"),
+        [("0.16.0", "MISSING"), ("0.18.2", "MISSING"), ("0.19.0", "ok"), ("0.19.2", "ok"), ("0.20.0", "MISSING")],
+    )
+    def test_megatron_core(self, a_gpu, monkeypatch, capsys, version, state):
+        monkeypatch.setattr(doctor, "_version", lambda name: version)
+        assert cli.main(["doctor"]) == (0 if state == "ok" else 1)
+        verdict = capsys.readouterr().out.splitlines()[-1]
+        assert findings()["megatron-core"].state == state
+        assert ("missing: megatron-core." in verdict) == (state == "MISSING")
+
+    def test_checkout_counts_more_than_what_pip_has(self, a_gpu, monkeypatch, tmp_path):
+        tree = megatron_trees.small_tree(tmp_path / "Megatron-LM")
+        patching.apply(tree)
+        monkeypatch.setattr(doctor, "_version", lambda name: "0.16.0")
+        found = findings(str(tree))
+        assert found["megatron-core"].state == doctor.NOTE
+        assert "PYTHONPATH" in found["megatron-core"].way_out
+        assert found["checkout"].state == doctor.OK
+
+    def test_no_table_no_refusal(self, a_gpu, monkeypatch):
+        """The proof that the tests above would notice: without the table they fail."""
+        monkeypatch.setattr(supported.Versions, "include", lambda self, version: True)
+        with pytest.raises(AssertionError):
+            self.test_torch(a_gpu, monkeypatch, "2.1.0", "MISSING")
+        monkeypatch.setattr(doctor, "_version", lambda name: "0.16.0")
+        assert findings()["megatron-core"].state == doctor.OK
+
+
+@pytest.mark.parametrize("length", [20, 200])
+def test_lines_are_at_most_120_columns(no_gpu, tmp_path, capsys, length):
+    tree = megatron_trees.small_tree(tmp_path / ("M" * length))
+    cli.main(["doctor", str(tree)])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 120
+    assert "".join(lines).replace(" ", "").count("M" * length) == 2  # whole, in the finding and in its way out
+    cli.main(["doctor", str(tmp_path)])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 120
 
 
 def test_kernel_is_the_one_that_updates(a_gpu):
@@ -110,7 +179,6 @@ def test_packages_that_are_not_there_are_notes(monkeypatch):
 
 
 def test_calibration_is_looked_up(monkeypatch):
-    from megatron_dos import calibration
     from megatron_dos.machine import preset
 
     assert findings()["calibration"].way_out == "megatron-dos calibrate"
@@ -126,9 +194,9 @@ class TestCheckout:
     def test_states_of_a_checkout(self, tree, a_gpu, capsys):
         before = megatron_trees.snapshot(tree)
         assert cli.main(["doctor", str(tree)]) == 1
-        page = capsys.readouterr().out
-        assert "is not patched" in page
-        assert f"megatron-dos patch {tree}" in page
+        page = "".join(capsys.readouterr().out.split())  # a long path is cut to fit the page
+        assert "isnotpatched" in page
+        assert f"megatron-dospatch{tree}" in page
         assert megatron_trees.snapshot(tree) == before
         patching.apply(tree)
         assert cli.main(["doctor", str(tree)]) == 0

@@ -210,8 +210,8 @@ def test_states_that_exceed_the_nodes_memory_are_refused_with_numbers(capsys, tm
     path = tmp_path / "node.json"
     path.write_text(dataclasses.replace(preset("h100-pcie5"), host_memory=64e9).as_json())
     error = error_of(capsys, "plan", "--model", "7b", "--gpus", "2", "--machine", str(path))
-    assert "7b on 2 GPUs: the update needs 7" in error
-    assert "and 64.0 GB are free" in error
+    assert "7b on 2 GPUs: the update needs 6" in error
+    assert "and 59.6 GiB are free" in error
 
 
 @pytest.mark.parametrize(
@@ -436,7 +436,7 @@ class TestMemoryOfEachWay:
         choice, systems = found["choice"], {system["name"]: system for system in found["systems"]}
         assert (choice["streamed_share"], choice["host_share"]) == (0, 1)
         assert systems["ours"]["update_s"] == pytest.approx(choice["step_seconds"], rel=0.02)
-        assert "nothing can be streamed: 0.6 GB of GPU memory are missing for its slots" in choice["reason"]
+        assert "nothing can be streamed: 0.6 GiB of GPU memory are missing for its slots" in choice["reason"]
         for name, system in systems.items():
             streams = name.startswith(("published", "GPU streaming", "states on the GPU"))
             assert system["fits"] is not streams, name
@@ -500,3 +500,18 @@ class TestWhatToType:
         assert end == (
             "for deep optimizer states all the same, add: --use-distributed-optimizer --use-deep-optimizer-states"
         )
+
+
+def test_a_known_model_need_not_recompute(capsys):
+    whole = ["plan", "--model", "7b", "--gpus", "4", "--machine", "h100-pcie5", "--json"]
+    found = {}
+    for recompute in ("full", "selective", "none"):
+        assert cli.main([*whole, "--recompute", recompute]) == 0
+        found[recompute] = json.loads(capsys.readouterr().out)
+        assert found[recompute]["training"]["recompute"] == recompute
+    assert cli.main(whole) == 0
+    assert json.loads(capsys.readouterr().out) == found["full"], "its own flags count where nothing is said"
+    activations = {name: plan["gpu_memory_bytes"]["activations"] for name, plan in found.items()}
+    assert activations["none"] > 2 * activations["full"]
+    passes = {name: plan["passes_seconds"] for name, plan in found.items()}
+    assert passes["full"]["backward"] == pytest.approx(1.5 * passes["none"]["backward"])

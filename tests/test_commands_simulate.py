@@ -10,6 +10,7 @@ from test_trace import check_schema
 
 from megatron_dos import cli, rivals, trace
 from megatron_dos.commands import simulate
+from megatron_dos.commands.text import count, short
 from megatron_dos.machine import preset
 
 SMALL = ["simulate", "--parameters", "2e9", "--gpus", "4", "--machine", "h100-pcie5"]
@@ -235,3 +236,25 @@ def test_wrong_usage_is_status_2(arguments):
     with pytest.raises(SystemExit) as exit_:
         cli.main(["simulate", *(SMALL[1:] if arguments else []), *arguments])
     assert exit_.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        *(("13B", 13e9), ("13e9", 13e9), ("11.3b", 11.3e9), ("350M", 350e6), ("1.5T", 1.5e12), ("900", 900)),
+        *(("11,315,860,480", 11_315_860_480), ("15.3e9", 15.3e9), (".5B", 5e8), ("7 B", 7e9), ("64k", 64e3)),
+    ],
+)
+def test_numbers_of_parameters_are_read_as_people_write_them(text, number):
+    assert count(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "B", "-3", "1,5B", "1.2.3", "nan", "inf", "1e999", "13GB", "0x10"])
+def test_what_is_no_number_is_refused(text):
+    with pytest.raises(ValueError, match="number"):
+        count(text)
+
+
+def test_what_short_writes_is_read_again():
+    for number in (900, 124_400_000, 15_330_000_000, 2e12):
+        assert count(short(number)) == number

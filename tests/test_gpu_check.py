@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -137,8 +138,64 @@ def test_without_a_gpu_there_is_nothing_to_check_and_no_file(tmp_path):
         pytest.skip("there is a GPU")
     done = command(OUT=str(tmp_path))
     assert done.returncode == 2
-    assert "needs a GPU; --dry-run" in done.stderr
+    assert re.fullmatch(r"gpu_check: [^\n]+needs a GPU: [^\n]+--dry-run[^\n]+\n", done.stderr)
     assert list(tmp_path.iterdir()) == []
+
+
+class TestLook:
+    """The GPU is looked for before minutes go into building."""
+
+    @pytest.fixture
+    def looks(self, monkeypatch):
+        """What is built, and a function that sets what the process that looks for a GPU answers."""
+        built = []
+        monkeypatch.setattr(gpu_check.Supervisor, "build", lambda self: built.append(self))
+        monkeypatch.setattr(gpu_check.Supervisor, "run", lambda self: None)
+        monkeypatch.setattr(gpu_check.Supervisor, "finish", lambda self: 0)
+        monkeypatch.setattr(gpu_check.signal, "signal", lambda *arguments: None)  # this process keeps its handlers
+
+        def answers(stdout="", stderr="", status=0):
+            done = subprocess.CompletedProcess([], status, stdout, stderr)
+            monkeypatch.setattr(gpu_check.subprocess, "run", lambda *arguments, **options: done)
+            return built
+
+        return answers
+
+    def test_nothing_is_built_without_a_gpu(self, looks, capsys):
+        built = looks("a library's banner\ntorch 2.9 sees no CUDA GPU; nvidia-smi: no answer\n")
+        assert gpu_check.main([]) == 2
+        assert built == []
+        error = capsys.readouterr().err
+        assert error.startswith("gpu_check: torch 2.9 sees no CUDA GPU; nvidia-smi: no answer. This check needs a GPU")
+        assert error.count("\n") == 1
+
+    def test_a_look_that_crashes_is_no_gpu(self, looks, capsys):
+        looks("", "Fatal: driver\n", -11)
+        assert gpu_check.main([]) == 2
+        assert "ended with status -11: Fatal: driver" in capsys.readouterr().err
+
+    def test_a_gpu_is_built_for(self, looks):
+        built = looks("a library's banner\n\n")
+        assert gpu_check.main([]) == 0
+        assert len(built) == 1
+
+    def test_a_dry_run_does_not_look(self, looks):
+        built = looks("there is none\n")
+        assert gpu_check.main(["--dry-run"]) == 0
+        assert len(built) == 1
+
+    def test_without_the_look_it_builds_in_vain(self, looks, monkeypatch):
+        """The proof that the first of these tests would notice."""
+        built = looks("there is none\n")
+        monkeypatch.setattr(gpu_check, "look_for_gpu", lambda: None)
+        gpu_check.main([])
+        assert len(built) == 1
+
+    def test_torch_that_is_missing_is_told_with_the_way_out(self, monkeypatch):
+        from gpu_check_stages import gpu_there
+
+        monkeypatch.setitem(sys.modules, "torch", None)
+        assert "PYTHON=... names another interpreter" in gpu_there.why_not()
 
 
 def test_unknown_stages_are_refused(tmp_path, capsys):

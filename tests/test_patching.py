@@ -7,6 +7,7 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import stat
 import sys
@@ -697,3 +698,15 @@ class TestGenerator:
         before = snapshot(tree)
         make_patch.make(tree, [])
         assert snapshot(tree) == before
+
+
+def test_page_shows_the_size_of_the_patch():
+    """docs/patching.md shows what the command prints of each file."""
+    page = (Path(__file__).resolve().parent.parent / "docs" / "patching.md").read_text(encoding="utf-8")
+    (patch,) = patching.known_patches()
+    shown = dict(re.findall(r"^  (megatron/\S+) +(\+\d+ -\d+)$", page, re.MULTILINE))
+    sizes = {
+        file.path: "+{} -{}".format(*(sum(hunk.count(kind) for hunk in file.hunks) for kind in (b"+", b"-")))
+        for file in patch.files
+    }
+    assert shown == sizes

@@ -182,11 +182,11 @@ def test_memory_is_counted_by_slots_and_states():
     [
         (
             {"free_gpu_memory": 5 * GB},
-            r"needs 7\.4 GB on the GPU \(4\.4 GB of slots .* 3\.0 GB of resident .* 5\.0 GB are",
+            r"needs 6\.9 GiB on the GPU \(4\.1 GiB of slots .* 2\.8 GiB of resident .* 4\.7 GiB are",
         ),
         (
             {"free_host_memory": 20 * GB},
-            r"needs 21\.2 GB on the node for 2 ranks \(18\.0 GB of states, 3\.2 GB of slots\)",
+            r"needs 19\.7 GiB on the node for 2 ranks \(16\.8 GiB of states, 3\.0 GiB of slots\)",
         ),
     ],
 )

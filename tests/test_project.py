@@ -18,21 +18,24 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import readme_tables  # noqa: E402
 
 LAYERS = {
-    "kernels": set(),
+    "kernels": {"words"},
     "partition": set(),
     "schedule": set(),
     "machine": set(),
-    "perf_model": {"device", "machine", "partition", "schedule"},
+    "perf_model": {"device", "machine", "partition", "schedule", "words"},
     "rivals": {"device", "machine", "perf_model", "schedule"},
     "reservations": set(),
-    "states": {"kernels", "reservations"},
-    "checkpoint": {"kernels", "states", "torch_file"},
+    "states": {"kernels", "refusal", "reservations", "words"},
+    "checkpoint": {"kernels", "refusal", "states", "torch_file", "words"},
     "deferred_grads": {"kernels"},
     "param_gather": {"partition"},
     "reshardable": set(),
-    "arguments": set(),
+    "arguments": {"refusal"},
     "device": {"schedule"},
     "files": set(),
+    "words": set(),
+    "refusal": set(),
+    "supported": set(),
     "torch_file": set(),
     "state_stream": set(),
     "parameter_file": {"checkpoint", "files", "state_stream", "torch_file"},
@@ -52,7 +55,7 @@ LAYERS = {
     "optimizer": {
         *("arguments", "checkpoint", "device", "early_grads", "engine", "kernels", "deferred_grads", "operations"),
         *("calibration", "monitor", "param_gather", "parameter_file", "partition", "perf_model", "reshardable"),
-        *("main_params", "state_stream", "tuner"),
+        *("main_params", "state_stream", "tuner", "words"),
     },
 }
 """Module or folder of the package -> the others that it may import. What is not named here may import all but
@@ -61,7 +64,7 @@ cpu_emulation. A program is a value of `schedule`; devices run programs, so they
 KNOWS_NO_MEGATRON = tuple(part for part in LAYERS if part not in ("optimizer", "reshardable"))
 KNOWS_NO_TORCH = (
     *("partition", "schedule", "machine", "perf_model", "rivals", "arguments"),
-    *("files", "trace", "measure", "tuner"),
+    *("files", "trace", "measure", "tuner", "words", "supported"),
 )
 
 

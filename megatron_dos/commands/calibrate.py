@@ -25,6 +25,7 @@ from megatron_dos.commands import CommandError
 from megatron_dos.commands.text import table
 from megatron_dos.files import new_file
 from megatron_dos.machine import Machine, MachineError, preset
+from megatron_dos.words import gib, plural
 
 __all__ = ["Ranks", "add", "measure", "run", "sizes_for"]
 
@@ -141,7 +142,7 @@ def sizes_for(ranks: int, threads: int = 0) -> Sizes:
     update = min(wanted.update, room // _BYTES_PER_RANK)
     if update < 1 << 20:
         raise CommandError(
-            f"{available_host_memory() / 2**30:.2f} GiB of free host memory are too little for {ranks} ranks to "
+            f"{gib(available_host_memory(), 2)} of free host memory are too little for {plural(ranks, 'rank')} to "
             "measure with; give fewer --ranks, or free memory"
         )
     copy_bytes = min(wanted.copy_bytes, room // 8) // 2**16 * 2**16
@@ -322,7 +323,7 @@ def _machine(
 _UNITS = {
     **dict.fromkeys(("cpu_update_per_core", "cpu_update_max", "gpu_update"), (1e9, "G params/s")),
     **dict.fromkeys(("h2d_alone", "d2h_alone", "h2d_together", "d2h_together", "h2d_pageable", "dram"), (1e9, "GB/s")),
-    **dict.fromkeys(("gpu_memory", "host_memory"), (1e9, "GB")),
+    **dict.fromkeys(("gpu_memory", "host_memory"), (2**30, "GiB")),
     **dict.fromkeys(("copy_latency", "cpu_latency"), (1e-6, "us")),
     "matmul": (1e12, "TFLOP/s"),
 }

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import resource
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -15,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dos import __version__, calibration, patching
-from megatron_dos.commands.text import gib
+from megatron_dos.commands.text import hanging, wrapped
 from megatron_dos.kernels.control_groups import cpu_quotas
+from megatron_dos.supported import MEGATRON, MEGATRON_PYTHON, TORCH
+from megatron_dos.words import gib, plural
 
 __all__ = ["Finding", "add", "examine", "run"]
 
@@ -24,7 +27,9 @@ _HELP = """\
 Show what this machine has for training with deep optimizer states: versions, the CPU kernel and its threads, memory,
 GPUs, optional packages, and whether a Megatron-LM checkout is patched. Nothing is changed or measured.
 
-Exit status: 0 when training can run here, 1 when something is missing; each line that says so names the way out."""
+Each finding that is not ok names the way out after an arrow, and the last line is the verdict.
+
+Exit status: 0 when training can run here, 1 when something is missing."""
 
 OK, NOTE, MISSING = "ok", "note", "MISSING"
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -39,13 +44,17 @@ class Finding:
         subject: what was looked at.
         state: OK; NOTE, training runs but something could be better; MISSING, training cannot run.
         text: what there is.
-        way_out: what to do about it, or ''.
+        way_out: what to do about it; '' where the state is OK.
     """
 
     subject: str
     state: str
     text: str
     way_out: str = ""
+
+    def __post_init__(self) -> None:
+        if self.state != OK and not self.way_out:
+            raise ValueError(f"{self.subject}: what is not {OK} needs a way out")
 
 
 def add(commands: Any) -> None:
@@ -69,18 +78,23 @@ def run(options: argparse.Namespace) -> int:
         return 1 if missing else 0
     width = max(len(finding.subject) for finding in findings)
     for finding in findings:
-        print(f"{finding.state:7}  {finding.subject:{width}}  {finding.text}".rstrip())
-        if finding.way_out:
-            print(f"{'':{width + 11}}-> {finding.way_out}")
+        print(_lines(finding, width))
     print()
-    print(f"Training cannot run here; missing: {', '.join(missing)}." if missing else "Training can run here.")
+    print(wrapped(f"Training cannot run here; missing: {', '.join(missing)}." if missing else "Training can run here."))
     return 1 if missing else 0
+
+
+def _lines(finding: Finding, width: int) -> str:
+    """A finding on the page, its text and its way out in a column to the right of subjects of `width`."""
+    margin = " " * (width + 11)
+    lines = hanging(finding.text, f"{finding.state:7}  {finding.subject:{width}}  ", margin)
+    return lines + (f"\n{hanging(finding.way_out, f'{margin}-> ', f'{margin}   ')}" if finding.way_out else "")
 
 
 def examine(checkout: str | None = None) -> Iterator[Finding]:
     """All findings about this machine, and about a checkout where one is given."""
     yield Finding("megatron-dos", OK, f"{__version__} in {Path(__file__).resolve().parent.parent}")
-    yield Finding("python", OK, f"{platform.python_version()}, {sys.executable}")
+    yield _python()
     yield from _torch()
     yield _kernel()
     yield from _processors()
@@ -91,13 +105,24 @@ def examine(checkout: str | None = None) -> Iterator[Finding]:
     yield from _megatron(checkout)
 
 
+def _python() -> Finding:
+    version = platform.python_version()
+    if not MEGATRON_PYTHON.include(version):
+        text = f"{version}, {sys.executable}: Megatron core {MEGATRON.least} needs {MEGATRON_PYTHON}"
+        return Finding("python", MISSING, text, f"make an environment with Python {MEGATRON_PYTHON.least}")
+    return Finding("python", OK, f"{version}, {sys.executable}")
+
+
 def _torch() -> Iterator[Finding]:
     try:
         import torch
     except Exception as error:  # a broken installation raises whatever it likes
-        yield Finding("torch", MISSING, f"cannot be imported: {error}", "install PyTorch 2.4 or newer: pytorch.org")
+        yield Finding("torch", MISSING, f"cannot be imported: {error}", f"install PyTorch {TORCH}: pytorch.org")
         return
-    if torch.version.cuda is None:
+    if not TORCH.include(torch.__version__):
+        text = f"{torch.__version__} is not supported: {TORCH} is"
+        yield Finding("torch", MISSING, text, "install one of these, built for CUDA: pytorch.org")
+    elif torch.version.cuda is None:
         yield Finding("torch", MISSING, f"{torch.__version__}, built without CUDA", "install a CUDA build: pytorch.org")
     else:
         yield Finding("torch", OK, f"{torch.__version__}, built for CUDA {torch.version.cuda}")
@@ -118,8 +143,7 @@ def _kernel() -> Finding:
 def _processors() -> Iterator[Finding]:
     allowed, all_of_them = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
-    plural = "s" if nodes > 1 else ""
-    text = f"{calibration.cpu_model()}: {allowed} of {all_of_them} CPUs allowed, {nodes} NUMA node{plural}"
+    text = f"{calibration.cpu_model()}: {allowed} of {plural(all_of_them, 'CPU')} allowed, {plural(nodes, 'NUMA node')}"
     quota = min(cpu_quotas().values(), default=allowed)
     if quota < allowed:
         text += f", CPU quota {quota:g}"
@@ -136,7 +160,7 @@ def _memory() -> Iterator[Finding]:
 
         from megatron_dos.states import BYTES_PER_PARAMETER, available_host_memory
     except ImportError as error:
-        yield Finding("host memory", MISSING, f"cannot be examined: {error}", "install what is named above it")
+        yield Finding("host memory", MISSING, f"cannot be examined: {error}", "pip install what that names")
     else:
         total, free = psutil.virtual_memory().total, available_host_memory()
         room = free / BYTES_PER_PARAMETER / 1e9
@@ -156,7 +180,7 @@ def _pages(subject: str, file: Path, better: str, without: tuple[str, ...]) -> F
     try:
         pages = file.read_text().strip()
     except OSError:
-        pages = "not told by this kernel"
+        pages = "not reported by this kernel"
     chosen = pages.partition("[")[2].partition("]")[0] or pages
     if chosen in without:
         return Finding(subject, NOTE, chosen, f"as root: echo {better} > {file} (updates gain 5 to 15 %)")
@@ -186,9 +210,9 @@ def _gpu() -> Iterator[Finding]:
 def _optional_packages() -> Iterator[Finding]:
     for name, without in (
         ("triton", "updates on the GPU use plain torch operations then, which are slower: pip install triton"),
-        ("transformer-engine", "needed by --dos-gpu-kernel te and --transformer-impl transformer_engine only"),
-        ("apex", "needed by --dos-gpu-kernel apex only"),
-        ("matplotlib", "needed for the pictures of megatron-dos simulate: pip install matplotlib"),
+        ("transformer-engine", "for --dos-gpu-kernel te and Megatron's layers of it: pip install transformer-engine"),
+        ("apex", "for --dos-gpu-kernel apex: build it from github.com/NVIDIA/apex"),
+        ("matplotlib", "for the pictures of simulate and compare-loss: pip install matplotlib"),
     ):
         found = _version(name)
         yield Finding(name, OK, found) if found else Finding(name, NOTE, "not installed", without)
@@ -205,7 +229,8 @@ def _calibration() -> Finding:
     try:
         known = calibration.cached_machine()
     except Exception as error:  # no torch, or a driver that does not answer: reported above
-        return Finding("calibration", NOTE, f"cannot be looked up: {error}")
+        way_out = "mend what is missing above, then run megatron-dos calibrate"
+        return Finding("calibration", NOTE, f"cannot be looked up: {error}", way_out)
     if known is None:
         text = "this machine has not been measured; runs begin with half on each side"
         return Finding("calibration", NOTE, text, "megatron-dos calibrate")
@@ -213,28 +238,36 @@ def _calibration() -> Finding:
 
 
 def _megatron(checkout: str | None) -> Iterator[Finding]:
-    installed = _version("megatron-core")
-    if checkout is None:
-        if installed:
-            yield Finding("megatron-core", OK, installed)
-        else:
-            way_out = "pip install megatron-core, or name a checkout: megatron-dos doctor PATH"
-            yield Finding("megatron-core", MISSING, "not installed", way_out)
-        return
-    yield Finding(
-        "megatron-core", OK, f"{installed} is installed" if installed else "not installed: the checkout's own"
-    )
+    yield _megatron_core(_version("megatron-core"), checkout)
+    if checkout is not None:
+        yield _checkout(checkout)
+
+
+def _megatron_core(installed: str | None, checkout: str | None) -> Finding:
+    """What pip has installed, which training uses where no checkout comes first."""
+    supported = installed is not None and MEGATRON.include(installed)
+    if checkout is not None and (installed is None or supported):
+        return Finding("megatron-core", OK, f"{installed} is installed" if installed else "none but the checkout's own")
+    if supported:
+        return Finding("megatron-core", OK, installed)
+    text = f"{installed} is not supported: {patching.known_versions()} are" if installed else "not installed"
+    if checkout is not None:
+        return Finding("megatron-core", NOTE, text, f"keep the checkout first on PYTHONPATH: {checkout}")
+    install = f"pip install '{MEGATRON.requirement}'"
+    return Finding("megatron-core", MISSING, text, f"{install}, or name a checkout: megatron-dos doctor PATH")
+
+
+def _checkout(path: str) -> Finding:
     try:
-        status = patching.examine(checkout)
+        status = patching.examine(path)
     except patching.PatchError as error:
-        yield Finding("checkout", MISSING, str(error))
-        return
+        problem, _, way_out = str(error).partition(". ")
+        return Finding("checkout", MISSING, problem, way_out or "name the folder that holds megatron/")
     where = f"{status.root} (Megatron core {status.version})"
     done, all_of_them = len(status.patched), len(status.patch.files)
-    patch = f"megatron-dos patch {status.root}"
+    patch = f"megatron-dos patch {shlex.quote(str(status.root))}"
     if done == all_of_them:
-        yield Finding("checkout", OK, f"{where} is patched")
-    elif done == 0:
-        yield Finding("checkout", MISSING, f"{where} is not patched", patch)
-    else:
-        yield Finding("checkout", MISSING, f"{where} is patched in part: {done} of {all_of_them} files", patch)
+        return Finding("checkout", OK, f"{where} is patched")
+    if done == 0:
+        return Finding("checkout", MISSING, f"{where} is not patched", patch)
+    return Finding("checkout", MISSING, f"{where} is patched in part: {done} of {all_of_them} files", patch)

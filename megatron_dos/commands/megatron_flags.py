@@ -22,8 +22,8 @@ from megatron_dos.arguments import (
     UnsupportedOptionError,
     add_arguments,
     can_send_grads_early,
+    check_args,
     own_options,
-    validate_args,
 )
 from megatron_dos.commands import CommandError
 from megatron_dos.commands.models import KNOWN_MODELS, Layout, Shape, moe_pattern
@@ -149,7 +149,7 @@ def _complaints(args: argparse.Namespace, is_launch: bool) -> list[str]:
     checked.dos_cpu_threads = 0  # which training compares with its own node, not with this one
     checked.use_distributed_optimizer |= not is_launch
     try:
-        validate_args(checked)
+        check_args(checked)
     except UnsupportedOptionError as error:
         return str(error).splitlines()
     return []
@@ -268,6 +268,8 @@ def _number_or_name(text: str) -> float | str:
         return text
 
 
+_RECOMPUTE = "--recompute"
+"""Not Megatron's: that has no flag which turns off what another has turned on, as the flags of a known model do."""
 _LAYOUT = (
     ("--gpus", "--gpus", "GPUs in all (1)"),
     ("--tensor-parallel", "--tensor-model-parallel-size", "GPUs that divide each layer"),
@@ -278,15 +280,21 @@ _LAYOUT = (
 
 
 def add_layout_flags(parser: argparse.ArgumentParser, default: Any = 1) -> None:
-    """The flags that say how a model is divided, under Megatron's names and shorter ones."""
+    """The flags that say how a model is divided, under Megatron's names and shorter ones, and what it recomputes."""
     for short, flag, what in _LAYOUT:
         names = dict.fromkeys((short, flag))
         parser.add_argument(*names, dest=_dest(flag), type=_count(flag), default=default, metavar="N", help=what)
+    parser.add_argument(
+        _RECOMPUTE,
+        choices=("none", "selective", "full"),
+        default=default if default is argparse.SUPPRESS else None,
+        help="activations that are recomputed in the backward pass; default: as the model's flags say",
+    )
 
 
 def layout_overrides(options: argparse.Namespace) -> list[str]:
     """The flags of `add_layout_flags` that were given, where their default is argparse.SUPPRESS."""
-    given = [flag for _, flag, _ in _LAYOUT if hasattr(options, _dest(flag))]
+    given = [flag for flag in (*(flag for _, flag, _ in _LAYOUT), _RECOMPUTE) if hasattr(options, _dest(flag))]
     return [word for flag in given for word in (flag, str(getattr(options, _dest(flag))))]
 
 
@@ -464,7 +472,7 @@ def _training(args: argparse.Namespace, notes: list[str]) -> Training:
             )
         micro_batches = batch // each
     in_fp32 = args.accumulate_allreduce_grads_in_fp32 or (args.bf16 and not args.grad_reduce_in_bf16)
-    recompute = args.recompute_granularity or ("selective" if args.recompute_activations else "none")
+    recompute = args.recompute or args.recompute_granularity or ("selective" if args.recompute_activations else "none")
     return Training(
         sequence=args.seq_length,
         micro_batch=args.micro_batch_size or 1,

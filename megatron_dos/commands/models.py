@@ -192,7 +192,7 @@ def _layer_counts(shape: Shape, layout: Layout) -> list[int]:
         stages_left = layout.pipeline - sum(count is not None for count in given)
         if left < 0 or (stages_left == 0 and left) or (stages_left and left % stages_left):
             raise CommandError(
-                f"--num-layers {shape.num_layers} do not fill --pipeline-model-parallel-size {layout.pipeline} stages "
+                f"--num-layers {shape.num_layers} do not fill --pipeline-model-parallel-size {layout.pipeline} "
                 "with the given numbers of layers in the first and the last one"
             )
         counts = [left // stages_left if stages_left else 0] * layout.pipeline

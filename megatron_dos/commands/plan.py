@@ -14,7 +14,8 @@ from megatron_dos.commands import CommandError
 from megatron_dos.commands.megatron_flags import add_layout_flags, launch_flags, layout_overrides, read_job
 from megatron_dos.commands.models import KNOWN_MODELS
 from megatron_dos.commands.scenario import Scenario, add_machine_flag, iteration_spans, scenario_of
-from megatron_dos.commands.text import gib, plural, short, table, wrapped
+from megatron_dos.commands.text import short, table, wrapped
+from megatron_dos.words import gib, plural
 
 if TYPE_CHECKING:
     from megatron_dos.device.clock import Timeline

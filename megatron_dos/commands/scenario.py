@@ -17,9 +17,10 @@ from megatron_dos.arguments import AUTOMATIC_EARLY_SLOTS, DosOptions
 from megatron_dos.commands import CommandError
 from megatron_dos.commands.megatron_flags import Job
 from megatron_dos.commands.models import Stage, stages, total_parameters
-from megatron_dos.commands.text import plural, short
+from megatron_dos.commands.text import short
 from megatron_dos.machine import Machine, MachineError, load, preset, preset_names
 from megatron_dos.trace import Span, spans_of
+from megatron_dos.words import plural
 
 if TYPE_CHECKING:
     from megatron_dos.device.clock import Timeline
@@ -269,7 +270,7 @@ def _settings(machine: Machine, options: argparse.Namespace, of_job: DosOptions,
     if not 0 <= threads <= 2 * machine.cores:
         flag = "--dos-cpu-threads" if options.threads is None else "--threads"
         raise CommandError(
-            f"{flag} {threads}: {machine.name} has {machine.cores} cores; give at most twice as many, or 0, "
+            f"{flag} {threads}: {machine.name} has {plural(machine.cores, 'core')}; give at most twice as many, or 0, "
             "which is a rank's share of them"
         )
     size = of_job.dos_subgroup_size if options.subgroup_size is None else options.subgroup_size

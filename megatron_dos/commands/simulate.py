@@ -23,8 +23,9 @@ from megatron_dos.commands.scenario import (
     scenario_of,
     scenario_of_count,
 )
-from megatron_dos.commands.text import plural, short, table, wrapped
+from megatron_dos.commands.text import count, short, table, wrapped
 from megatron_dos.files import new_files
+from megatron_dos.words import plural
 
 if TYPE_CHECKING:
     from megatron_dos.device.clock import Timeline
@@ -75,7 +76,7 @@ def add(commands: Any) -> None:
     )
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", metavar="NAME|FILE", help="as for megatron-dos plan")
-    model.add_argument("--parameters", metavar="N", help="parameters of a model without a shape, such as 15.3e9")
+    model.add_argument("--parameters", metavar="N", help="parameters of a model without a shape, such as 13B or 15.3e9")
     add_machine_flag(parser)
     add_layout_flags(parser, argparse.SUPPRESS)
     parser.add_argument(
@@ -129,9 +130,9 @@ def _scenario(options: argparse.Namespace) -> Scenario:
     if options.model is not None:
         return scenario_of(read_job(options.model, overrides), options)
     try:
-        parameters = round(float(options.parameters))
-    except (ValueError, OverflowError):
-        raise CommandError(f"--parameters {options.parameters}: give a number, such as 15.3e9") from None
+        parameters = count(options.parameters)
+    except ValueError:
+        raise CommandError(f"--parameters {options.parameters}: give a number, such as 13B, 350M or 15.3e9") from None
     if not 1 <= parameters <= MOST_PARAMETERS:
         raise CommandError(f"--parameters {options.parameters}: give 1 to {MOST_PARAMETERS:.0e}")
     gpus = getattr(options, "gpus", 1)

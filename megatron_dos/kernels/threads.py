@@ -16,6 +16,7 @@ from pathlib import Path
 from megatron_dos.kernels import node
 from megatron_dos.kernels.node import Node
 from megatron_dos.kernels.placement import Placement, RankFacts, place
+from megatron_dos.words import plural
 
 __all__ = [
     "complaints",
@@ -116,8 +117,9 @@ def _lacks(rank: RankFacts, placement: Placement, ranks: int, chosen: int) -> It
     cpus = os.cpu_count() or 1
     if not chosen and placement.threads == 1 < cpus // ranks:
         yield (
-            f"updated with 1 CPU thread ({placement.source}), and the machine has {cpus} CPUs for {ranks} rank(s). "
-            "Have the launcher give each rank more CPUs, or raise the CPU quota of the container"
+            f"updated with 1 CPU thread ({placement.source}), and the machine has {cpus} CPUs for "
+            f"{plural(ranks, 'rank')}. Have the launcher give each rank more CPUs, or raise the CPU quota of the "
+            "container"
         )
     where = _nearness(rank, _runs_on(chosen or placement.threads, rank, placement), _nodes_of_cpus())
     if where and not where.startswith("on "):

@@ -6,8 +6,6 @@ import importlib.metadata
 import os
 import platform
 import resource
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import numpy
 import torch
 
 from gpu_check_stages.context import Context
+from gpu_check_stages.gpu_there import nvidia_smi, why_not
 
 __all__ = ["NoGpuError", "run"]
 
@@ -46,12 +45,8 @@ def run(context: Context) -> None:
 
 
 def _gpu() -> dict[str, Any]:
-    if torch.version.cuda is None:
-        raise NoGpuError(f"this torch ({torch.__version__}) is not built for CUDA")
-    if not torch.cuda.is_available():
-        raise NoGpuError(
-            f"torch {torch.__version__} sees no CUDA GPU; nvidia-smi: {_nvidia_smi('name') or 'no answer'}"
-        )
+    if reason := why_not():
+        raise NoGpuError(reason)
     torch.cuda.init()
     torch.zeros(1, device="cuda")  # makes the context
     properties = torch.cuda.get_device_properties(0)
@@ -68,23 +63,10 @@ def _gpu() -> dict[str, Any]:
         *("driver_version", "pcie.link.gen.max", "pcie.link.width.max", "pcie.link.gen.current"),
         *("pcie.link.width.current", "clocks.max.sm", "clocks.max.memory", "power.limit", "mig.mode.current"),
     ):
-        answer = _nvidia_smi(name)
+        answer = nvidia_smi(name)
         if answer:
             found[name.replace(".", "_")] = answer
     return found
-
-
-def _nvidia_smi(query: str) -> str:
-    """One answer of nvidia-smi about the first GPU; empty where there is none."""
-    if shutil.which("nvidia-smi") is None:
-        return ""
-    command = ["nvidia-smi", "-i", "0", f"--query-gpu={query}", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    answer = done.stdout.strip().splitlines()
-    return answer[0].strip() if done.returncode == 0 and answer else ""
 
 
 def _software() -> dict[str, Any]:

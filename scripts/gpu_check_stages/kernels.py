@@ -14,6 +14,7 @@ from adam_cases import DTYPES, Case, bits, make_case
 
 from gpu_check_stages.context import Context
 from megatron_dos.kernels import AdamScalars, cpu, device_kernel, elementwise_adam, library_adam
+from megatron_dos.words import gib
 
 __all__ = ["run"]
 
@@ -206,9 +207,7 @@ def _beyond_32_bits(context: Context, kernel: Kernel, place: torch.device) -> No
     numel = 2**31 + 3 * 1024 + 5
     needed = numel * 33  # two copies of 3 states and a param, one grad, and the mask of a comparison
     if context.free_device_memory() < needed or context.left() < 5:
-        context.note(
-            f"An update of more than 2^31 elements was left out: it takes {needed / 1e9:.0f} GB of GPU memory."
-        )
+        context.note(f"An update of more than 2^31 elements was left out: it takes {gib(needed, 0)} of GPU memory.")
         return
     scalars = AdamScalars.at_step(3, 1e-3, (0.9, 0.999), 1e-8, 0.1, decoupled=True)
     with context.clean():

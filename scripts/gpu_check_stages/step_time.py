@@ -36,6 +36,7 @@ from megatron_dos.schedule import (
     static_split,
 )
 from megatron_dos.states import available_host_memory
+from megatron_dos.words import gib
 
 __all__ = ["Bench", "gpt_layer", "run"]
 
@@ -312,7 +313,7 @@ def _hybrid(context: Context, bench: Bench, rows: list[Row]) -> None:
     """Megatron's optimizer, where it can be had."""
     needed = HYBRID_BYTES * bench.numel
     if needed > HOST_PART * available_host_memory():
-        context.note(f"HybridDeviceOptimizer not measured: it would take {needed / 1e9:.0f} GB of host memory.")
+        context.note(f"HybridDeviceOptimizer not measured: it would take {gib(needed, 0)} of host memory.")
         return
     if context.left() < HYBRID_SECONDS and not context.dry:
         context.note("HybridDeviceOptimizer not measured: too little time was left.")

@@ -24,6 +24,7 @@ from megatron_dos.device.sim import SimDevice
 from megatron_dos.kernels import AdamScalars, control_groups, device_kernel, gpu, node, threads
 from megatron_dos.operations import StepInputs
 from megatron_dos.schedule import OpKind, Placement, Stream, SubgroupShape, build_program, mix
+from megatron_dos.words import plural
 
 ROOT = Path(__file__).resolve().parents[2]
 CPP = ROOT / "cpp_adam" / "src"
@@ -137,9 +138,10 @@ def test_case_20_the_update_uses_all_cpus_of_the_rank(megatron, mutation):
     common = arguments_of("dp1")
     environment = {"OMP_NUM_THREADS": "1"}
     run = megatron.train(common, 1, "dos", 1, environment=environment, prepare=prepare(mutation))
-    assert f"CPU with {allowed} thread(s) (own mask of {allowed} CPUs)" in run.log(), f"single-threaded: {run.log()}"
+    threads = f"CPU with {plural(allowed, 'thread')} (own mask of {allowed} CPUs)"
+    assert threads in run.log(), f"single-threaded: {run.log()}"
     chosen = megatron.train([*common, "--dos-cpu-threads", "1"], 1, "dos", 1, environment=environment)
-    assert "CPU with 1 thread(s) (--dos-cpu-threads)" in chosen.log()
+    assert "CPU with 1 thread (--dos-cpu-threads)" in chosen.log()
 
 
 # ---- 21: the share of the GPU ---------------------------------------------------------------------------------------

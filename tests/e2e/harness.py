@@ -389,7 +389,7 @@ def _explain(case: dict[str, Any], folder: Path, outcome: dict[str, Any]) -> str
             moment, _, text = file.read_text().partition("\n")
             errors.append((float(moment), rank, text))
     errors.sort()
-    what = f"{case['kind']} of {case['ranks']} rank(s), logs in {folder}"
+    what = f"{case['kind']} of {case['ranks']} rank{'' if case['ranks'] == 1 else 's'}, logs in {folder}"
     if errors:
         _, rank, text = errors[0]
         if text.strip().splitlines()[-1].startswith("SystemExit"):  # argparse has said why, and then exited

@@ -5,6 +5,8 @@ import os
 import pytest
 from harness import LAYOUTS, PRECISIONS, TINY, Result, assert_same_bits, same_bits
 
+from megatron_dos.words import plural
+
 BF16 = PRECISIONS["bf16"]
 SMALL_SUBGROUPS = ["--dos-subgroup-size", "3000"]
 
@@ -159,7 +161,7 @@ def test_threads_are_the_ranks_share_whatever_omp_num_threads_says(megatron):
     run = megatron.train(arguments("dp2"), 2, "dos", 1, environment=environment)
     cpus = len(os.sched_getaffinity(0))
     assert (
-        f"CPU with {max(cpus // 2, 1)} thread(s) ({cpus} CPU{'s' if cpus > 1 else ''} shared by 2 ranks)" in run.log()
+        f"CPU with {plural(max(cpus // 2, 1), 'thread')} ({plural(cpus, 'CPU')} shared by 2 ranks)" in run.log()
     )
     fixed = megatron.train([*arguments("dp2"), "--dos-cpu-threads", "2"], 2, "dos", 1)
-    assert "CPU with 2 thread(s) (--dos-cpu-threads)" in fixed.log()
+    assert "CPU with 2 threads (--dos-cpu-threads)" in fixed.log()

@@ -163,7 +163,7 @@ class TestOneThread:
         ranks_are(monkeypatch, {"cpus": (0,)}, {"cpus": (1,)}, {"cpus": (2, 3)})
         assert threads.complaints() == [
             "states of ranks 0, 1 are updated with 1 CPU thread (own mask of 1 CPU), and the machine has 8 CPUs for 3 "
-            "rank(s). Have the launcher give each rank more CPUs, or raise the CPU quota of the container"
+            "ranks. Have the launcher give each rank more CPUs, or raise the CPU quota of the container"
         ]
 
     def test_it_is_none_where_there_are_not_or_the_user_has_chosen_it(self, monkeypatch, two_sockets):
