@@ -166,7 +166,7 @@ class TestKeeping:
             ("node_memory", lambda: 1 << 50),
             ("driver_version", lambda: "999.9"),
             ("_gpu_names", lambda: ["NVIDIA H100"]),
-            ("__version__", "99.0"),
+            ("RELEASE", "99.0"),
         ],
     )
     def test_another_machine_or_version_does_not_use_it(self, name, value, measured, monkeypatch):
