@@ -125,6 +125,7 @@ def test_no_module_of_the_package_imports_it():
             assert not any("cpu_emulation" in name for name in names), f"{file} imports cpu_emulation"
 
 
+@pytest.mark.slow
 def test_importing_the_package_and_the_optimizer_does_not_import_it():
     code = (
         "import sys, importlib.util, megatron_dos, megatron_dos.arguments, megatron_dos.install, megatron_dos.cli\n"
@@ -150,6 +151,7 @@ def test_refuses_to_start_where_a_gpu_is_present(monkeypatch):
     assert not cpu_emulation.is_active()
 
 
+@pytest.mark.slow
 def test_starts_beside_a_gpu_when_the_environment_forces_it():  # the child was forced by its argument
     code = (
         "import torch; from megatron_dos import cpu_emulation as e\n"
@@ -661,6 +663,7 @@ dist.barrier()
 """
 
 
+@pytest.mark.slow
 def test_param_gathers_may_be_under_way_beside_all_reduces(tmp_path):
     """Without the replacement a process dies in the heap within these rounds, three times out of five."""
     ranks = [
