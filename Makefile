@@ -10,7 +10,7 @@ VENV := $(CURDIR)/.venv
 RUN := PATH="$(VENV)/bin:$$PATH" $(VENV)/bin/python
 TESTS ?=
 
-.PHONY: help setup demo test race-check soak lint readme reproduce bench-adam bench-step clean distclean
+.PHONY: help setup demo test test-fast race-check soak lint readme reproduce bench-adam bench-step clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -23,6 +23,9 @@ demo: setup ## train a small GPT on real text with the stock optimizer and with 
 
 test: setup ## run all tests
 	@$(RUN) -m pytest $(TESTS)
+
+test-fast: setup ## run the tests that are not slow, of every area, with two real trainings on 2 ranks
+	@$(RUN) -m pytest -m "not slow" --durations 5 $(TESTS)
 
 race-check: setup ## run the update in tens of thousands of random orders and without each of its dependencies
 	@$(RUN) scripts/race_check.py

@@ -7,7 +7,6 @@ into Megatron without patching a file, is the only public name here, and it impo
 # The function has the name of its module. Bound here, it stays what `megatron_dos.install` means; were the module
 # imported later, Python would put the module in its place.
 from megatron_dos.install import install
-
-__version__ = "0.1.0"
+from megatron_dos.version import __version__
 
 __all__ = ["__version__", "install"]

@@ -19,10 +19,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_dos import __version__
 from megatron_dos.calibration_worker import gpu_count
 from megatron_dos.files import new_file
 from megatron_dos.machine import Machine, MachineError, load
+from megatron_dos.version import RELEASE
 
 __all__ = [
     "CacheError",
@@ -123,7 +123,7 @@ def cache_file(of: str) -> Path:
 
 
 def fingerprint() -> str:
-    """What this process sees of the machine, and the version that measures: 'name: value' pairs, on one line."""
+    """What this process sees of the machine, and the release that measures: 'name: value' pairs, on one line."""
     parts = {
         "cpu": cpu_model(),
         "cpus allowed": len(os.sched_getaffinity(0)),
@@ -131,7 +131,7 @@ def fingerprint() -> str:
         # Not their number: a process may see one GPU of several, as under Slurm's --gpus-per-task.
         "gpu": " + ".join(sorted(set(_gpu_names()))) or "none",
         "driver": driver_version() or "none",
-        "megatron-dos": __version__,
+        "megatron-dos": RELEASE,
     }
     return ", ".join(f"{name}: {value}" for name, value in parts.items())
 

@@ -3,6 +3,8 @@
     python -m megatron_dos.cpu_emulation SCRIPT ARGS...
     torchrun --nproc-per-node 2 -m megatron_dos.cpu_emulation SCRIPT ARGS...
 
+The first form trains with one rank, and needs no launcher's environment variables.
+
 Importing this module changes nothing. `activate()` (which the command line calls first) puts a CPU stand-in in the
 place of `torch.cuda`, so that code written for a GPU runs on the CPU, with gloo in the place of NCCL. It is for the
 demo and the tests alone: no other module of the package imports it, and it refuses to start where a GPU is present,
@@ -62,6 +64,7 @@ MEGATRON_ARGUMENTS: dict[str, str | None] = {
     "--no-rope-fusion": None,
 }
 
+_DEEP = "--use-deep-optimizer-states"
 _active = False
 _real_cuda = torch.cuda
 
@@ -1086,10 +1089,9 @@ def _compile_dataset_helpers() -> None:
     """
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
         return
-    import pybind11
     from megatron.core import datasets
 
-    includes = {pybind11.get_include(), *(sysconfig.get_path(name) for name in ("include", "platinclude"))}
+    includes = {_pybind11_headers(), *(sysconfig.get_path(name) for name in ("include", "platinclude"))}
     folder = os.path.dirname(os.path.abspath(datasets.__file__))
     command = [
         "make",
@@ -1100,6 +1102,15 @@ def _compile_dataset_helpers() -> None:
     if subprocess.run(command).returncode != 0:
         sys.exit(f"cpu_emulation: cannot build Megatron's dataset helpers in {folder}: make and a C++ compiler needed")
     importlib.invalidate_caches()
+
+
+def _pybind11_headers() -> str:
+    """The folder of pybind11's headers: the package's, or torch's, which carries them for its own extensions."""
+    if importlib.util.find_spec("pybind11") is None:
+        return os.path.join(os.path.dirname(torch.__file__), "include")
+    import pybind11
+
+    return pybind11.get_include()
 
 
 def _allow_sequence_parallel_norm(norm: type) -> None:
@@ -1182,6 +1193,17 @@ def missing_arguments(given: Sequence[str]) -> list[str]:
     return added
 
 
+def _be_the_only_rank() -> None:
+    """Set what a launcher would have set, for a process that was started without one."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        return
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    # The rank finds itself: any free port will do, and no host name needs to resolve.
+    alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "lo"}
+    for name, value in alone.items():
+        os.environ.setdefault(name, value)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line: run a Megatron script under the stand-in."""
     parser = argparse.ArgumentParser(
@@ -1199,6 +1221,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not os.path.isfile(options.script):
         parser.error(f"no such script: {options.script}")
 
+    if _DEEP in options.arguments and importlib.util.find_spec("megatron_dos._cpp_adam") is None:
+        folder = os.path.dirname(os.path.abspath(__file__))
+        sys.exit(
+            f"cpu_emulation: {_DEEP} needs the C++ module, which is not built in {folder}. Start from a folder outside "
+            "the checkout, where Python finds the installed package, or build the checkout: make setup"
+        )
+    _be_the_only_rank()
     try:
         activate(force=options.force)
     except RuntimeError as error:

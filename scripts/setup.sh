@@ -92,7 +92,8 @@ stamp() { printf '%s\n' "$2" >"$VENV/.stamp-$1"; }
 
 # Prints a digest of everything the build of the package depends on.
 package_digest() {
-    find setup.py setup.cfg pyproject.toml cpp_adam megatron_dos/supported.py -type f ! -path 'cpp_adam/tests/*' ! -name '*.o' -print0 |
+    find setup.py setup.cfg pyproject.toml megatron_dos/{supported,version}.py cpp_adam -type f \
+        ! -path 'cpp_adam/tests/*' ! -name '*.o' -print0 |
         LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | cut -d' ' -f1
     printf '%s\n' "${CXX:-g++}" "${CXXFLAGS:-}"
 }

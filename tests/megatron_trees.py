@@ -45,6 +45,19 @@ def importable_tree(root: Path) -> Path:
     return root
 
 
+def trainable_tree(root: Path) -> Path:
+    """A tree with a pretrain_gpt.py at `root`: a copy of the checkout that MEGATRON_LM names, without what was compiled
+    there, or the installed package with scripts/pretrain_gpt.py."""
+    checkout = os.environ.get("MEGATRON_LM")
+    if checkout:
+        skipped = shutil.ignore_patterns(".git", "__pycache__", "*.so", "build")
+        shutil.copytree(Path(checkout).expanduser(), root, ignore=skipped)
+    else:
+        importable_tree(root)
+        shutil.copyfile(ROOT / "scripts" / "pretrain_gpt.py", root / "pretrain_gpt.py")
+    return root
+
+
 def snapshot(root: Path) -> dict[str, tuple[int, bytes]]:
     """Mode and content of every file below `root`, by relative path."""
     return {

@@ -37,6 +37,7 @@ def rows_of(folder: Path) -> list[dict]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_every_contender_is_measured_with_every_kind_of_grads(run):
     done, folder = run
     assert done.returncode in (0, 1), done.stderr

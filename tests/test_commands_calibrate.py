@@ -72,6 +72,7 @@ def run_at_once(ranks: int, *arguments: str) -> list[int]:
 
 
 class TestMeasuring:
+    @pytest.mark.slow
     def test_host_values_are_measured_and_the_rest_says_where_it_is_from(self, really_measured):
         for name in ("cpu_update_per_core", "cpu_update_max", "dram", "cpu_latency"):
             assert getattr(really_measured, name) > 0
@@ -102,6 +103,7 @@ class TestMeasuring:
         assert found.matmul == 0.5e9
         assert not any(source.startswith("preset") for source in found.sources.values())
 
+    @pytest.mark.slow
     def test_every_phase_of_a_gpu_runs_on_the_stand_in_and_gives_all_values(self):
         code = """
 import dataclasses, json, sys
@@ -123,6 +125,7 @@ print(json.dumps([rank.about(), results]))
         )
         assert not any(source.startswith("preset") for source in found.sources.values())
 
+    @pytest.mark.slow
     def test_rank_that_cannot_measure_says_why(self, monkeypatch):
         monkeypatch.setenv("MEGATRON_DOS_ISA", "abacus")
         with pytest.raises(CommandError, match=r"rank 0 cannot measure: .*abacus"):
@@ -166,7 +169,7 @@ class TestKeeping:
             ("node_memory", lambda: 1 << 50),
             ("driver_version", lambda: "999.9"),
             ("_gpu_names", lambda: ["NVIDIA H100"]),
-            ("__version__", "99.0"),
+            ("RELEASE", "99.0"),
         ],
     )
     def test_another_machine_or_version_does_not_use_it(self, name, value, measured, monkeypatch):

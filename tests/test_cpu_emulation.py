@@ -9,16 +9,21 @@ from __future__ import annotations
 import ast
 import copy
 import importlib
+import importlib.util
 import io
 import json
 import os
 import pickle
+import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import megatron_trees
 import pytest
 import torch
 
@@ -120,6 +125,7 @@ def test_no_module_of_the_package_imports_it():
             assert not any("cpu_emulation" in name for name in names), f"{file} imports cpu_emulation"
 
 
+@pytest.mark.slow
 def test_importing_the_package_and_the_optimizer_does_not_import_it():
     code = (
         "import sys, importlib.util, megatron_dos, megatron_dos.arguments, megatron_dos.install, megatron_dos.cli\n"
@@ -145,6 +151,7 @@ def test_refuses_to_start_where_a_gpu_is_present(monkeypatch):
     assert not cpu_emulation.is_active()
 
 
+@pytest.mark.slow
 def test_starts_beside_a_gpu_when_the_environment_forces_it():  # the child was forced by its argument
     code = (
         "import torch; from megatron_dos import cpu_emulation as e\n"
@@ -656,6 +663,7 @@ dist.barrier()
 """
 
 
+@pytest.mark.slow
 def test_param_gathers_may_be_under_way_beside_all_reduces(tmp_path):
     """Without the replacement a process dies in the heap within these rounds, three times out of five."""
     ranks = [
@@ -669,3 +677,31 @@ def test_param_gathers_may_be_under_way_beside_all_reduces(tmp_path):
     ]
     printed = [rank.communicate(timeout=CHILD_LIMIT_S)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], printed
+
+
+# ---- The dataset helpers, and an unbuilt checkout --------------------------------------------------------------------
+
+
+def test_without_pybind11_the_headers_that_torch_carries_compile_megatrons_helpers(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pybind11" else find(name))
+    headers = cpu_emulation._pybind11_headers()
+    assert Path(headers).is_relative_to(Path(torch.__file__).parent)
+    source = megatron_trees.installed_megatron() / "megatron" / "core" / "datasets" / "helpers.cpp"
+    command = ["c++", "-std=c++17", "-fsyntax-only", f"-I{headers}", f"-I{sysconfig.get_path('include')}", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_checkout_that_is_not_built_is_refused_with_the_way_out(tmp_path):
+    built = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "megatron_dos", tmp_path / "megatron_dos", ignore=built)
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text("raise SystemExit('started')")
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_dos.cpu_emulation", str(script)]
+    done = subprocess.run(
+        [*command, "--use-deep-optimizer-states"], cwd=tmp_path, capture_output=True, text=True, timeout=CHILD_LIMIT_S
+    )
+    assert done.returncode == 1
+    one_line = r"cpu_emulation: [^\n]* not built in [^\n]*megatron_dos\. Start from a folder [^\n]*\n"
+    assert re.fullmatch(one_line, done.stderr)

@@ -41,6 +41,7 @@ class TestDataset:
         assert tokens.dtype == np.uint16
         assert tokens.tolist() == [0xC3, 0xA9, 0x31, demo_data.END_OF_DOCUMENT]
 
+    @pytest.mark.slow
     def test_megatron_reads_back_what_was_written(self, tmp_path):
         # In a process of its own: other tests need to be the first to import Megatron in theirs.
         code = """

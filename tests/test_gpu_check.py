@@ -574,6 +574,7 @@ def run_with_faults() -> dict[str, list[str]]:
     return failed
 
 
+@pytest.mark.slow
 def test_every_planted_fault_fails_its_check():
     code = "import json, test_gpu_check as t; print(json.dumps(t.run_with_faults()))"
     path = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])

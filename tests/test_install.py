@@ -336,6 +336,7 @@ class TestTraining:
         assert training["reloaded"] == 7
 
 
+@pytest.mark.slow
 def test_patched_tree_is_left_alone(tmp_path):
     tree = megatron_trees.importable_tree(tmp_path)
     patching.apply(tree)
@@ -343,6 +344,7 @@ def test_patched_tree_is_left_alone(tmp_path):
     assert {change.path for change in patching.revert(tree).changes} == set(TARGETS)
 
 
+@pytest.mark.slow
 class TestRefused:
     @pytest.mark.parametrize("absent", ["megatron", "torch"])
     def test_no_megatron_or_one_that_cannot_be_imported(self, absent):

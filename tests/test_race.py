@@ -66,6 +66,7 @@ def test_finds_a_builder_that_does_not_wait_for_readers(monkeypatch):
     assert any("overwrites" in fault for fault in faults())
 
 
+@pytest.mark.slow
 def test_finds_a_program_without_the_second_copy_of_grads_that_change(monkeypatch):
     original = schedule._host_update
 

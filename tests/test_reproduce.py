@@ -47,6 +47,7 @@ def test_all_published_measurements_are_compared(compared):
             assert compares(node, label, 0.0, "interleaved", stride, "step")
 
 
+@pytest.mark.slow
 def test_constants_are_those_that_fit_the_20b_rows_best():
     for node, testbed in reproduce.TESTBEDS.items():
         found = reproduce.fit(node)
@@ -69,6 +70,7 @@ def test_no_constant_depends_on_the_row(compared):
     assert any(len(times) > 1 for times in by_input.values()), "no two rows have the same input: the test shows nothing"
 
 
+@pytest.mark.slow
 def test_pages_are_those_of_the_model(compared):
     hint = "out of date: run `make reproduce` and commit"
     assert reproduce.RESULT.read_text(encoding="utf-8") == reproduce.page(compared), f"{reproduce.RESULT} is {hint}"

@@ -14,6 +14,7 @@ import soak
 SHORT = ["--steps", "15", "--interval", "5"]
 
 
+@pytest.mark.slow
 def test_a_short_soak_passes(capsys):
     assert soak.main(SHORT) == 0
     printed = capsys.readouterr().out
@@ -21,6 +22,7 @@ def test_a_short_soak_passes(capsys):
     assert "all the same to the bit" in printed
 
 
+@pytest.mark.slow
 def test_runs_that_differ_and_memory_that_grows_are_faults(capsys, monkeypatch):
     monkeypatch.setattr(soak, "DISTURBED", [*soak.DISTURBED, "--adam-beta2", "0.96"])
     monkeypatch.setattr(soak, "GROWTH_LIMIT", -(2**40))

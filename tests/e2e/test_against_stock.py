@@ -62,7 +62,7 @@ def test_within_rounding_of_the_stock_optimizer(megatron, layout, precision):
     [
         ("dp2", "bf16-bf16-grads"),  # 16-bit main grads, clipped without an FP32 copy
         ("tp2-dp2", "bf16-bf16-grads"),
-        ("overlap-buckets", "bf16"),  # several buckets, both overlaps
+        pytest.param("overlap-buckets", "bf16", marks=pytest.mark.quick),  # several buckets, both overlaps
         ("overlap-buckets", "bf16-bf16-grads"),
         ("tp2-sequence-parallel", "bf16"),
         ("cp2", "bf16"),

@@ -5,7 +5,6 @@ of pip's package, which comes without one, with scripts/pretrain_gpt.py.
 """
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -31,13 +30,8 @@ def git(tree, *arguments):
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
     """A Megatron tree under git, everything committed."""
-    target = tmp_path_factory.mktemp("tree") / "Megatron LM"  # users have spaces in their paths
-    if CHECKOUT:
-        skipped = shutil.ignore_patterns(".git", "__pycache__", "*.so", "build")
-        shutil.copytree(Path(CHECKOUT).expanduser(), target, ignore=skipped)
-    else:
-        megatron_trees.importable_tree(target)
-        shutil.copyfile(ROOT / "scripts" / "pretrain_gpt.py", target / "pretrain_gpt.py")
+    # users have spaces in their paths
+    target = megatron_trees.trainable_tree(tmp_path_factory.mktemp("tree") / "Megatron LM")
     (target / ".gitignore").write_text("__pycache__/\n*.so\nbuild/\n")
     git(target, "init", "-q")
     git(target, "add", "-A")

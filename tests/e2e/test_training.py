@@ -82,6 +82,7 @@ def assert_same_end(run: Result, reference: Result) -> None:
             assert all(same_bits(state[key], expected[key]) for key in ("param", "exp_avg", "exp_avg_sq")), name
 
 
+@pytest.mark.quick
 def test_case_02_the_step_resumes_on_every_rank(megatron, tmp_path):
     common = arguments("dp2") + SMALL_SUBGROUPS
     saved = megatron.train(common, 2, "dos", 5, save=tmp_path)

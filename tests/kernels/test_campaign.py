@@ -3,6 +3,7 @@
 import contextlib
 
 import numpy as np
+import pytest
 from adam_cases import (
     DTYPES,
     Case,
@@ -60,6 +61,7 @@ def check_every_instruction_set(case: Case, offsets: dict[str, int] | None = Non
         _cpp_adam.set_isa(before)
 
 
+@pytest.mark.slow
 @campaign(7000)
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -78,6 +80,7 @@ def test_random_arrays_at_any_alignment(seed, numel, grad, out, exp_avg, exp_avg
     check_every_instruction_set(case, random_offsets(rng))
 
 
+@pytest.mark.slow
 @campaign(2000)
 @given(
     elements=st.lists(st.tuples(floats, floats, floats, floats), max_size=20),
@@ -129,6 +132,7 @@ anything = st.one_of(
 )
 
 
+@pytest.mark.slow
 @campaign(1500)
 @given(places=st.dictionaries(st.integers(0, 12), anything, min_size=1), more=st.lists(anything, max_size=2))
 def test_any_nonsense_is_refused_by_an_exception_or_is_harmless(places, more):

@@ -54,6 +54,7 @@ class LongArray:
         libc.munmap(self.address, self.size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 def test_elements_beyond_two_to_the_31_are_updated(threads):
     """One thread takes the calling thread's way, two the pool's; bf16 moments and grads keep the page tables small."""

@@ -23,6 +23,7 @@ def make(target: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["test", "asan", "tsan"])
 def test_cpp_program_runs_clean(target):
     assert "all good" in make(target)

@@ -183,6 +183,7 @@ def test_every_thread_works_although_omp_num_threads_is_one():
         assert out == f"1 {share} {share}"
 
 
+@pytest.mark.slow
 def test_workers_stay_on_the_cpus_of_the_rank():
     code = """
         import os
@@ -241,6 +242,7 @@ def test_a_forked_child_updates_with_fresh_workers():
     assert run_python(code, OMP_NUM_THREADS="1") == "good"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ending",
     ["", "sys.exit(0)", "del job", "raise SystemExit", "__builtins__.ticket = ticket", "del ticket, job"],
