@@ -248,7 +248,7 @@ def test_a_source_distribution_installs_and_holds_tests_that_pass(tmp_path):
 def test_metadata_name_authors_licence_and_links_that_exist():
     about = importlib.metadata.metadata("megatron-dos")
     assert about["Author"] == "The megatron-dos authors"
-    assert about["License-Expression"] == "Apache-2.0"
+    assert about["License"] == "Apache-2.0"
     assert set(about.get_all("Project-URL")) == {
         "Published system, https://arxiv.org/abs/2410.21316",
         "Megatron-LM, https://github.com/NVIDIA/Megatron-LM",
