@@ -696,11 +696,20 @@ def test_without_pybind11_the_headers_that_torch_carries_compile_megatrons_helpe
 def test_a_checkout_that_is_not_built_is_refused_with_the_way_out(tmp_path):
     built = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(ROOT / "megatron_dos", tmp_path / "megatron_dos", ignore=built)
+    # An editable install would find the module in its own checkout.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nsys.meta_path[:] = [one for one in sys.meta_path if '__editable__' not in str(one.__module__)]\n"
+    )
     script = tmp_path / "pretrain_gpt.py"
     script.write_text("raise SystemExit('started')")
     command = [sys.executable, "-W", "ignore", "-m", "megatron_dos.cpu_emulation", str(script)]
     done = subprocess.run(
-        [*command, "--use-deep-optimizer-states"], cwd=tmp_path, capture_output=True, text=True, timeout=CHILD_LIMIT_S
+        [*command, "--use-deep-optimizer-states"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=CHILD_LIMIT_S,
     )
     assert done.returncode == 1
     one_line = r"cpu_emulation: [^\n]* not built in [^\n]*megatron_dos\. Start from a folder [^\n]*\n"

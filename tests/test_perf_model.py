@@ -296,7 +296,7 @@ def test_a_share_may_be_any_number_between_0_and_1(resident):
 
 
 def test_states_too_large_for_the_node_are_refused():
-    with pytest.raises(MemoryFitError, match=r"on the node for 4 ranks .* 512\.0 GB are free"):
+    with pytest.raises(MemoryFitError, match=r"on the node for 4 ranks .* 476\.8 GiB are free"):
         choose(preset("h100-pcie5"), Workload(parameters=20 * 10**9, ranks=4))
 
 

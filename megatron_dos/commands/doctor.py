@@ -17,7 +17,6 @@ from typing import Any
 
 from megatron_dos import __version__, calibration, patching
 from megatron_dos.commands.text import hanging, wrapped
-from megatron_dos.kernels.control_groups import cpu_quotas
 from megatron_dos.supported import MEGATRON, MEGATRON_PYTHON, TORCH
 from megatron_dos.words import gib, plural
 
@@ -141,6 +140,8 @@ def _kernel() -> Finding:
 
 
 def _processors() -> Iterator[Finding]:
+    from megatron_dos.kernels.control_groups import cpu_quotas
+
     allowed, all_of_them = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
     text = f"{calibration.cpu_model()}: {allowed} of {plural(all_of_them, 'CPU')} allowed, {plural(nodes, 'NUMA node')}"
