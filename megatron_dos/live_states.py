@@ -9,8 +9,8 @@ device: its tensor is a joined copy. Nor does `tensor.data = other` reach a slab
 until the next step. Before anything else uses the states, what is no view of them is copied into them; after a step
 joined copies that a caller still holds are given the new values. Nothing of this runs where nobody has looked.
 
-What is *replaced* (`state[shard] = ...`, `del`, `clear()`, `optimizer.state = ...`) must leave alone what a caller holds
-of it: code that swaps states keeps the old dicts or tensors and puts them back later. Such tensors, entries and
+What is *replaced* (`state[shard] = ...`, `del`, `clear()`, `optimizer.state = ...`) must leave alone what a caller
+holds of it: code that swaps states keeps the old dicts or tensors and puts them back later. Such tensors, entries and
 mappings are given memory of their own first.
 """
 
@@ -146,7 +146,7 @@ def _one_tensor(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     if len(parts) > 1:
         return torch.from_numpy(torch.cat([part.cpu() for part in parts]).numpy())
     (one,) = parts
-    return one if one.untyped_storage().nbytes() == one.nbytes else dlpack.from_dlpack(dlpack.to_dlpack(one))
+    return dlpack.from_dlpack(dlpack.to_dlpack(one)) if one.untyped_storage().resizable() else one
 
 
 def _is_view(tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> bool:
@@ -256,7 +256,7 @@ class StateStore:
         if whole and entry is not None:
             del self._entries[owner]
             entry.keep()
-        handed_out.let_go(owner, (NAMES.values() if whole else new.keys()) - same)
+        handed_out.let_go(owner, set(NAMES.values() if whole else new) - same)
         if not states:
             new = dict.fromkeys(MOMENTS, torch.zeros(()).expand(len(self._shards[owner])))
         self.engine.write_owner_states(owner, new)
