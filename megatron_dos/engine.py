@@ -20,6 +20,7 @@ from megatron_dos.device import Device, HostDevice
 from megatron_dos.device.stopwatch import Handlers
 from megatron_dos.kernels import slab
 from megatron_dos.kernels.device_kernel import DeviceKernel
+from megatron_dos.live_states import HandedOut, copy_into
 from megatron_dos.operations import StepInputs, StepOperations, send_grads
 from megatron_dos.partition import Partition
 from megatron_dos.runs import Places, Runs
@@ -135,6 +136,7 @@ class UpdateEngine:
 
     Attributes:
         torn: a step has failed in its middle: some subgroups are updated, others are not.
+        handed_out: the tensors of states that callers outside were given.
         observed: called with a step's program, the handlers of its operations and its grads, around the run; the
             handlers that it gives are run in their place.
 
@@ -163,6 +165,7 @@ class UpdateEngine:
         self.observed: Callable[..., AbstractContextManager[Handlers]] = _unobserved
         self._in_flight = False
         self.torn = False
+        self.handed_out = HandedOut(self._parts)
         if options.host_slots == 0 and any(shard.device.type != "cpu" for shard in shards):
             raise ValueError("host_slots: 0 is for parameters in host memory; give at least 1 slot")
         self._program: Program | None = None
@@ -203,14 +206,19 @@ class UpdateEngine:
         """Copy `states`, flat tensors by name, into those of one parameter shard."""
         parts_of = self.owner_parts(owner)
         for name, new in states.items():
-            for part, new_part in zip(parts_of[name], new.split([len(p) for p in parts_of[name]]), strict=True):
-                part.copy_(new_part)
+            copy_into(parts_of[name], new)
+        self.handed_out.refresh(owner)
 
     def owner_parts(self, owner: int) -> dict[str, list[torch.Tensor]]:
         """For each state of a parameter shard, views of its parts: in host memory, on the device, or one of each.
 
-        Waits for a step whose last states are still on their way to the host.
+        Waits for a step whose last states are still on their way to the host. Whoever writes to the parts calls
+        `handed_out.refresh` afterwards.
         """
+        self.handed_out.settle(owner)
+        return self._parts(owner)
+
+    def _parts(self, owner: int) -> dict[str, list[torch.Tensor]]:
         if self._in_flight:
             self._device.synchronize()
             self._in_flight = False
@@ -228,7 +236,8 @@ class UpdateEngine:
     def move_resident(self, device: torch.device) -> None:
         """Move the states that reside on the device elsewhere, or back; no step may come before they are back."""
         self._device.synchronize()
-        self.resident.move_to(device)
+        with self.handed_out.through_a_change():
+            self.resident.move_to(device)
 
     def resident_part(self, name: str, start: int, stop: int) -> torch.Tensor:
         """View of a state on the device, by slab positions."""
@@ -281,6 +290,10 @@ class UpdateEngine:
     @torch.no_grad()
     def update(self, inputs: StepInputs) -> None:
         """Update states and parameters of every subgroup by one step."""
+        with self.handed_out.through_a_change():
+            self._update(inputs)
+
+    def _update(self, inputs: StepInputs) -> None:
         program = self.program(inputs.grads, inputs.edited)
         operations = StepOperations(self, inputs, program)
         self._in_flight = self.torn = True

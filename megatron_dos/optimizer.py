@@ -16,6 +16,8 @@ import functools
 import itertools
 import os
 import warnings
+import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
@@ -55,6 +57,7 @@ from megatron_dos.engine import EngineOptions, UpdateEngine, host_bytes, residen
 from megatron_dos.kernels import AdamScalars, device_kernel, node, threads
 from megatron_dos.kernels import cpu as cpu_kernel
 from megatron_dos.kernels.fp_environment import ieee_environment
+from megatron_dos.live_states import LiveStates, StateStore
 from megatron_dos.main_params import answer_main_param
 from megatron_dos.monitor import StepMonitor
 from megatron_dos.operations import StepInputs
@@ -80,24 +83,8 @@ __all__ = ["DeepStatesOptimizer", "HostAdam", "make_device"]
 LOADED_IN_PLACE = ("dp_reshardable", "fully_sharded_model_space")
 # Every subgroup costs some bookkeeping in each step; beyond this many it would be felt.
 MOST_SUBGROUPS = 1 << 16
-
-
-class _LiveStates(Mapping[torch.Tensor, dict[str, torch.Tensor]]):
-    """Shard -> its states, taken from the engine at each look: resident ones may have been moved since the last, and a
-    view that is kept would keep their memory on the device."""
-
-    def __init__(self, engine: UpdateEngine, owners: dict[torch.Tensor, int]) -> None:
-        self._engine, self._owners = engine, owners
-
-    def __getitem__(self, shard: torch.Tensor) -> dict[str, torch.Tensor]:
-        states = self._engine.owner_states(self._owners[shard])
-        return {"master_param": states["master"], "exp_avg": states["exp_avg"], "exp_avg_sq": states["exp_avg_sq"]}
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._owners)
-
-    def __len__(self) -> int:
-        return len(self._owners)
+# Package and name of the classes that Megatron uses for Adam.
+ADAMS = {("transformer_engine", "FusedAdam"), ("apex", "FusedAdam"), ("torch", "Adam"), ("torch", "AdamW")}
 
 
 class HostAdam(torch.optim.Optimizer):
@@ -112,8 +99,11 @@ class HostAdam(torch.optim.Optimizer):
         deferred: the step's grads that Megatron does not scale in place.
         early_gather: told of buckets whose params are written.
         early_grads: knows which of the grads that were sent early have been edited since.
+        defaults: of the hyper-parameters, for whoever reads them.
 
-    `step_count` is the one step counter of this rank: there is none per group, subgroup or parameter.
+    `group["step"]` counts the updates, in every param group and the same in all, as FusedAdam's does: an int that a
+    caller may set, in all of them. There is none per subgroup or parameter. `state` is `LiveStates`, which a caller may
+    change as well.
     """
 
     def __init__(
@@ -125,18 +115,78 @@ class HostAdam(torch.optim.Optimizer):
         deferred: DeferredGrads,
         early_gather: EarlyParamGather | None = None,
         early_grads: EarlyGrads | None = None,
+        defaults: Mapping[str, Any] | None = None,
     ) -> None:
         # torch would refuse shards of FP32 params, which are views that autograd knows: give it the groups after.
-        super().__init__([{"params": []}], defaults={})
+        super().__init__([{"params": []}], defaults=dict(defaults or {}))
         self.param_groups = param_groups
-        self.step_count = 0
+        for group in param_groups:
+            group.setdefault("step", 0)
         self._engine = engine
         self._owners = owners
         self._decoupled = decoupled
         self._deferred = deferred
         self._early_gather = early_gather
         self._early_grads = early_grads
-        self.state = _LiveStates(engine, owners)
+        self._store = StateStore(engine, owners)
+        self._state = LiveStates(self._store)
+
+    @property
+    def state(self) -> LiveStates:
+        """Shard -> its states."""
+        return self._state
+
+    @state.setter
+    def state(self, states: Mapping[torch.Tensor, Mapping[str, torch.Tensor]]) -> None:
+        """Replace all states: shards that have none in `states` get fresh ones.
+
+        Raises:
+            KeyError, TypeError, ValueError: what is given cannot be the states. Nothing has been changed.
+        """
+        if not hasattr(self, "_store"):  # torch's constructor
+            return
+        if states is not self._state:
+            self._replace_states({self._store.owner(shard): of_shard for shard, of_shard in states.items()})
+
+    def _replace_states(self, states: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
+        for owner, of_owner in states.items():
+            self._store.checked(owner, of_owner)
+        previous = weakref.ref(self._state)
+        self._state = LiveStates(self._store)
+        if (held := previous()) is not None:
+            held.keep()
+        for owner in self._owners.values():
+            self._store.replace(owner, states.get(owner, {}))
+
+    @property
+    def step_count(self) -> int:
+        """The step that all param groups have; 0 before the first.
+
+        Raises:
+            ValueError: they disagree, or have something else than a whole number.
+        """
+        steps = [_step_of(group) for group in self.param_groups]
+        if len(set(steps)) > 1:
+            of_groups = ", ".join(f"{step} in group {index}" for index, step in enumerate(steps))
+            raise ValueError(
+                f'the param groups of the optimizer disagree on the step: {of_groups}. Set group["step"] to the same '
+                "number in all of optimizer.param_groups"
+            )
+        return steps[0] if steps else 0
+
+    @step_count.setter
+    def step_count(self, step: int) -> None:
+        for group in self.param_groups:
+            group["step"] = step
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once the states are made: they are those of the shards that Megatron has assigned to this rank."""
+        if hasattr(self, "_store"):
+            raise ValueError(
+                "a param group cannot be added to an optimizer with deep optimizer states, which are made for the "
+                "params of its model: build the optimizer again, with get_megatron_optimizer()"
+            )
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     @ieee_environment()
@@ -144,7 +194,8 @@ class HostAdam(torch.optim.Optimizer):
         """Update all states and params from the grads in the shards' `decoupled_grad`.
 
         Raises:
-            ValueError: a hyper-parameter of a param group is not usable (nothing has been updated then).
+            ValueError: a hyper-parameter of a param group is not usable, the groups disagree on the step, or their
+                params are not the shards (nothing has been updated then).
             RuntimeError: a shard has no grad: `step` was called before the grads were prepared.
         """
         if closure is not None:
@@ -152,7 +203,7 @@ class HostAdam(torch.optim.Optimizer):
         step = self.step_count + 1
         scalars: dict[int, AdamScalars] = {}
         grads: dict[int, torch.Tensor] = {}
-        for group in self.param_groups:
+        for group, owners in zip(self.param_groups, self._owners_in_groups(), strict=True):
             of_group = AdamScalars.at_step(
                 step,
                 lr=float(group["lr"]),
@@ -161,8 +212,7 @@ class HostAdam(torch.optim.Optimizer):
                 weight_decay=float(group["weight_decay"]),
                 decoupled=self._decoupled,
             )
-            for shard in group["params"]:
-                owner = self._owners[shard]
+            for shard, owner in zip(group["params"], owners, strict=True):
                 grad = self._deferred.grad(owner)
                 grad = shard.decoupled_grad if grad is None else grad
                 if grad is None:
@@ -183,24 +233,48 @@ class HostAdam(torch.optim.Optimizer):
             self._early_gather.finish()
         self.step_count = step
 
-    def state_dict(self) -> dict[str, Any]:
-        """torch's layout: `state` by position of the parameter, `param_groups` with positions for `params`."""
-        position = 0
-        groups, state = [], {}
-        for group in self.param_groups:
-            positions = []
-            for shard in group["params"]:
-                state[position] = self.state[shard]
-                positions.append(position)
-                position += 1
-            groups.append({**group, "params": positions, "step": self.step_count})
-        return {"state": state, "param_groups": groups}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take hyper-parameters and the step from `param_groups`; the states are loaded in place elsewhere.
+    def _owners_in_groups(self) -> list[list[int]]:
+        """For each param group the index of its shards in the engine.
 
         Raises:
-            ValueError: the number of groups differs, or the groups do not agree on the step.
+            ValueError: the groups do not hold each shard once.
+        """
+        owners = [[self._owners.get(shard, -1) for shard in group["params"]] for group in self.param_groups]
+        found = sorted(itertools.chain.from_iterable(owners))
+        if found != list(range(len(self._owners))):
+            foreign, missing = found.count(-1), len(self._owners) - len(set(found) - {-1})
+            raise ValueError(
+                f"the param groups of the optimizer no longer hold each of its {len(self._owners)} parameter shards "
+                f"once: {missing} missing, {foreign} tensor(s) that are none, such as clones, "
+                f"{len(found) - foreign - len(set(found) - {-1})} listed twice. Keep the tensors in "
+                'param_groups[...]["params"] as Megatron put them there; to freeze params, set requires_grad = False '
+                "before the optimizer is built"
+            )
+        return owners
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's layout: `state` by position of the parameter, `param_groups` with positions for `params`. The
+        tensors are those of `state`, not copies."""
+        state = {
+            position: dict(self.state[shard])
+            for position, shard in enumerate(shard for group in self.param_groups for shard in group["params"])
+        }
+        return {"state": state, "param_groups": self.groups_to_save()}
+
+    def groups_to_save(self) -> list[dict[str, Any]]:
+        """The param groups, with positions for `params` and the step as a plain number."""
+        step, positions = self.step_count, itertools.count()
+        return [
+            {**group, "params": [next(positions) for _ in group["params"]], "step": step} for group in self.param_groups
+        ]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over hyper-parameters, the step and the states, as torch's optimizers do: shards without states in
+        `state_dict` start from zero. States that are those of this optimizer stay.
+
+        Raises:
+            TypeError, ValueError: the number of groups or params differs, the groups do not agree on the step, or a
+                state does not fit. Nothing has been changed.
         """
         saved_groups = state_dict["param_groups"]
         if len(saved_groups) != len(self.param_groups):
@@ -208,9 +282,23 @@ class HostAdam(torch.optim.Optimizer):
                 f"the checkpoint has {len(saved_groups)} optimizer param groups, this model {len(self.param_groups)}: "
                 "it was saved from a different model or with different --decoupled-lr / weight-decay settings"
             )
-        steps = {int(group["step"]) for group in saved_groups if group.get("step") is not None}
+        owners = self._owners_in_groups()
+        sizes = [len(group["params"]) for group in saved_groups]
+        if sizes != [len(of_group) for of_group in owners]:
+            raise ValueError(
+                f"the optimizer param groups of the checkpoint have {sizes} params on this rank, this model's have "
+                f"{[len(of_group) for of_group in owners]}: it is of another model or layout"
+            )
+        states, steps = {}, {int(group["step"]) for group in saved_groups if group.get("step") is not None}
+        for saved, of_group in zip(saved_groups, owners, strict=True):
+            for position, owner in zip(saved["params"], of_group, strict=True):
+                of_shard = dict(state_dict["state"].get(position, {}))
+                if (step := of_shard.pop("step", None)) is not None:  # where torch's own AdamW keeps it
+                    steps.add(int(step))
+                states[owner] = of_shard
         if len(steps) > 1:
             raise ValueError(f"the optimizer param groups of the checkpoint disagree on the step: {sorted(steps)}")
+        self._replace_states(states)
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             group.update({key: value for key, value in saved.items() if key not in ("params", "step")})
         self.step_count = steps.pop() if steps else 0
@@ -218,6 +306,20 @@ class HostAdam(torch.optim.Optimizer):
 
 def _names(model_chunks: list[Any]) -> dict[torch.nn.Parameter, str]:
     return {param: name for chunk in model_chunks for name, param in chunk.named_parameters()}
+
+
+def _step_of(group: Mapping[str, Any]) -> int:
+    """The step of a param group as a plain number; a caller may have set a tensor or an integral float."""
+    step = group.get("step", 0)
+    try:
+        whole = int(step)
+    except (TypeError, ValueError, RuntimeError):
+        whole = -1
+    if whole < 0 or whole != step:
+        raise ValueError(
+            f'group["step"] of a param group is {step!r}: it counts the updates, so set it to a whole number from 0 on'
+        )
+    return whole
 
 
 def make_device(device: torch.device) -> Device:
@@ -400,6 +502,25 @@ def _refuse_mimo() -> None:
     MimoOptimizer.__init__ = refusing
 
 
+def _require_adam(optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuse an inner optimizer whose update is not the one of these states.
+
+    Megatron takes its Adam from Transformer Engine, Apex or torch. A class put there by somebody else, derived from
+    these or not, may do anything.
+
+    Raises:
+        UnsupportedOptionError: names the class.
+    """
+    kind = type(optimizer)
+    if optimizer is None or (kind.__module__.partition(".")[0], kind.__name__) in ADAMS:
+        return
+    raise UnsupportedOptionError(
+        f"--use-deep-optimizer-states replaces Megatron's Adam, and the inner optimizer is a {kind.__module__}."
+        f"{kind.__qualname__}, whose update may be another one. Leave megatron.core.optimizer.Adam as Megatron imports "
+        "it (FusedAdam of transformer_engine or apex, or torch's AdamW), or drop --use-deep-optimizer-states"
+    )
+
+
 class DeepStatesOptimizer(DistributedOptimizer):
     """Megatron's distributed optimizer with FP32 master params, exp_avg and exp_avg_sq in host memory.
 
@@ -410,6 +531,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
     def __init__(self, optimizer, config, grad_scaler, init_state_fn, model_chunks, *args, **kwargs) -> None:
         """Replaces: FP32 params on the device and the inner optimizer. The rest is the base class's."""
         validate_optimizer(config, model_chunks)
+        _require_adam(optimizer)
         node.meet()  # on ranks without a parameter, too
         # See [Note: the precision-aware seat].
         config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
@@ -473,6 +595,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
         self._handouts = Handouts()
         self._loads = LoadsInPlace(self._refuse_until_loaded)
         self._half_loaded = ""  # why no step is possible, or nothing
+        self._given_groups: deque[list[dict[str, Any]]] = deque(maxlen=16)  # see _is_own
         self._loads_whole_tensors = False  # of a fully reshardable checkpoint, in the load that goes on
         self._gathers_whole_buffers = False  # to save these
         _let_chains_stream()
@@ -490,6 +613,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
             deferred=self._deferred,
             early_gather=EarlyParamGather(model_chunks, self.buffers, self._engine.buckets) if gathers_early else None,
             early_grads=early_grads,
+            defaults=self.optimizer.defaults,
         )
         expert = any(not getattr(param, "allreduce", True) for param in self._owned_params)
         self._monitor = StepMonitor(
@@ -567,6 +691,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
         if not self.is_stub_optimizer:
             self.require_whole_states("step")
             self._loads.end()  # of one that was given up before anything was read
+            self._given_groups.clear()
         self._adopt_fp32_params()
         if self.is_stub_optimizer:
             return super().step_with_ready_grads()
@@ -651,9 +776,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
             self._loads.end()  # of one that was given up
         else:
             self.require_whole_states("save")
-        half_loaded = self._half_loaded
         state_dict = super().sharded_state_dict(model_sharded_state_dict or {}, is_loading, *args, **kwargs)
-        self._half_loaded = half_loaded  # a load starts with what the optimizer has, through load_state_dict
         if is_loading and state_dict["param_state_sharding_type"] in LOADED_IN_PLACE:
             self._loads.begin({})  # of these, every rank has tensors of its own
         return state_dict
@@ -768,10 +891,12 @@ class DeepStatesOptimizer(DistributedOptimizer):
             yield from buffer.param_index_map
 
     def load_state_dict(self, state_dict) -> None:
-        """Adds to the base: no step is possible before the states that belong to `state_dict` are loaded too."""
-        if self.is_stub_optimizer:
+        """Adds to the base: no step is possible before the states that belong to `state_dict` are loaded too. They are
+        there if it is what `state_dict()` has returned since the last step."""
+        if self.is_stub_optimizer or self._is_own(state_dict):
             super().load_state_dict(state_dict)
             return
+        self._given_groups.clear()
         if state_dict.get("param_state_sharding_type") == "fully_reshardable":
             self._refuse_shifted_states(state_dict.get("param_state", {}))
         self._half_loaded = "a checkpoint was loaded in part, its step without its optimizer states or the reverse"
@@ -779,6 +904,12 @@ class DeepStatesOptimizer(DistributedOptimizer):
         self._loads.end()
         if "param_state_sharding_type" in state_dict:  # of a rank that owns nothing, that is all there is
             self._half_loaded, self._engine.torn = "", False
+
+    def _is_own(self, state_dict: Mapping[str, Any]) -> bool:
+        """Whether this is an object that `state_dict()` has returned, with no step or load since. An equal one may
+        come from a file."""
+        groups = state_dict.get("optimizer", {}).get("param_groups")
+        return "param_state" not in state_dict and any(groups is given for given in self._given_groups)
 
     def save_parameter_state(self, filename) -> None:
         """Replaces: gathering all states before they are written. See `parameter_file`."""
@@ -822,6 +953,9 @@ class DeepStatesOptimizer(DistributedOptimizer):
 
     def parameters_loaded(self, problem: str = "") -> None:
         """All states have been loaded from Megatron's gathered ones; or, with a problem, some."""
+        self._given_groups.clear()
+        for owner in range(len(self._shards)):
+            self._engine.handed_out.refresh(owner)
         if problem:
             self._half_loaded = problem
             return
@@ -836,9 +970,10 @@ class DeepStatesOptimizer(DistributedOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Replaces: how the step is found. The base reads it from per-tensor states and fails on a rank without any."""
-        groups = self.optimizer.state_dict()["param_groups"]
+        groups = self.optimizer.groups_to_save()
         for group in groups:
             del group["params"]
+        self._given_groups.append(groups)
         state_dict: dict[str, Any] = {"optimizer": {"param_groups": groups}}
         if self.grad_scaler:
             state_dict["grad_scaler"] = self.grad_scaler.state_dict()

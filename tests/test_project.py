@@ -47,7 +47,8 @@ LAYERS = {
     "runs": {"partition"},
     "operations": {"engine", "kernels", "partition", "runs", "schedule", "states"},
     "early_grads": {"engine", "partition"},
-    "engine": {"device", "kernels", "operations", "partition", "runs", "schedule", "states"},
+    "live_states": {"engine"},
+    "engine": {"device", "kernels", "live_states", "operations", "partition", "runs", "schedule", "states"},
     "main_params": {"engine"},
     "measure": {"device", "perf_model", "schedule"},
     "tuner": {"device", "machine", "measure", "perf_model", "schedule"},
@@ -55,6 +56,7 @@ LAYERS = {
     "monitor": {"arguments", "device", "engine", "measure", "reporting", "schedule", "trace", "tuner"},
     "optimizer": {
         *("arguments", "checkpoint", "device", "early_grads", "engine", "kernels", "deferred_grads", "operations"),
+        "live_states",
         *("calibration", "monitor", "param_gather", "parameter_file", "partition", "perf_model", "reshardable"),
         *("main_params", "state_stream", "tuner", "words"),
     },
