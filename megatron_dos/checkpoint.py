@@ -33,6 +33,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import itertools
 import os
 import re
 import resource
@@ -55,6 +56,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_dos import torch_file
 from megatron_dos.kernels.threads import ranks_on_node
 from megatron_dos.refusal import Refusal
+from megatron_dos.state_stream import first_problem
 from megatron_dos.states import HostMemoryError
 from megatron_dos.words import gib, plural
 
@@ -243,15 +245,18 @@ class LoadsInPlace:
         self.read = read
         self.tensors: Mapping[str, tuple[int, ...] | None] = {}
         self.known_to_be_whole: set[str] = set()  # checkpoints, in the load that goes on
+        self._peers: Any = None
+        self._number = 0
 
-    def begin(self, tensors: Mapping[str, tuple[int, ...] | None]) -> None:
+    def begin(self, tensors: Mapping[str, tuple[int, ...] | None], peers: Any = None) -> None:
         """States have been handed out to be read into.
 
         Args:
             tensors: key -> shape of what the checkpoint has to hold, for this rank or its peers; no shape where it may
                 have another one.
+            peers: the process group whose other ranks ask for the first problem when they have read theirs, or None.
         """
-        self.tensors = tensors
+        self.tensors, self._peers, self._number = tensors, peers, next(_begun)
         self.known_to_be_whole = set()
         _watch_reader()
         with _lock:
@@ -262,7 +267,19 @@ class LoadsInPlace:
         with _lock:
             _loading.discard(self)
 
+    @staticmethod
+    def tell_peers(loads: Iterable[LoadsInPlace], problem: str) -> None:
+        """Reading failed here alone. Peers that wait for an answer get it, instead of waiting for ever.
 
+        They ask for one optimizer after the other, in the order in which states were handed out, and stop at the first
+        problem. So one answer is enough, and a second one would never be asked for.
+        """
+        first = min(loads, key=lambda load: load._number, default=None)
+        if first is not None and first._peers is not None:
+            first_problem(f"rank {torch.distributed.get_rank()} could not read it: {problem}", first._peers)
+
+
+_begun = itertools.count(1)
 _lock = threading.Lock()
 _loading: weakref.WeakSet[LoadsInPlace] = weakref.WeakSet()
 
@@ -297,6 +314,7 @@ def _watch_reader() -> None:
             for load in loads:
                 load.read(f"reading a checkpoint into the optimizer states failed in the middle ({error})")
                 load.end()
+            LoadsInPlace.tell_peers(loads, str(error))
             raise
 
     watched._watched_by_megatron_dos = True

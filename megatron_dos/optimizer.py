@@ -810,7 +810,8 @@ class DeepStatesOptimizer(DistributedOptimizer):
                 self._gathers_whole_buffers = False
         if is_loading:
             every_slice = itertools.chain.from_iterable(slices.values())
-            self._loads.begin(tensors_of(every_slice, ("param", *self.optimizer_state_keys)))
+            tensors = tensors_of(every_slice, ("param", *self.optimizer_state_keys))
+            self._loads.begin(tensors, self.data_parallel_group)  # which agree in load_state_dict on what was read
         param_state = {}
         for index, param in enumerate(self._numbered_params()):
             if param not in self._owner_of:
@@ -855,18 +856,19 @@ class DeepStatesOptimizer(DistributedOptimizer):
         Raises:
             CheckpointError: on all data-parallel ranks, where one has seen it.
         """
-        found = ""
+        problem = ""
         for index, param in self._numbered_owned_params():
             if found := self._misplaced(param, state_dict.get(index, {})):
+                problem = (
+                    f"the optimizer states of this checkpoint are shifted: {found}. Megatron's own optimizer saves "
+                    "them so with --dist-ckpt-optim-fully-reshardable where a bucket is padded, and what they were "
+                    "cannot be restored. Load a checkpoint that was saved without that flag; or load the weights "
+                    "alone, which are whole, with --no-load-optim or --finetune."
+                )
                 break
-        if found := first_problem(found, self.data_parallel_group):
-            self._refuse_until_loaded("a checkpoint with shifted optimizer states was loaded")
-            raise CheckpointError(
-                f"the optimizer states of this checkpoint are shifted: {found}. Megatron's own optimizer saves them so "
-                "with --dist-ckpt-optim-fully-reshardable where a bucket is padded, and what they were cannot be "
-                "restored. Load a checkpoint that was saved without that flag; or load the weights alone, which are "
-                "whole, with --no-load-optim or --finetune."
-            )
+        if problem := first_problem(problem, self.data_parallel_group):
+            self._refuse_until_loaded("the optimizer states of a checkpoint were read, and then refused")
+            raise CheckpointError(problem)
 
     def _misplaced(self, param: torch.nn.Parameter, parts: Mapping[str, Any]) -> str:
         """What is wrong with the places of a param's loaded master params, if anything is."""

@@ -27,7 +27,7 @@ LAYERS = {
     "rivals": {"device", "machine", "perf_model", "schedule"},
     "reservations": set(),
     "states": {"kernels", "refusal", "reservations", "words"},
-    "checkpoint": {"kernels", "refusal", "states", "torch_file", "words"},
+    "checkpoint": {"kernels", "refusal", "state_stream", "states", "torch_file", "words"},
     "deferred_grads": {"kernels"},
     "param_gather": {"partition"},
     "reshardable": set(),

@@ -1,8 +1,8 @@
 """What ranks do in the tests of callers that change Adam's state: the same code on ours and on the stock optimizer.
 
 The stock optimizer is Megatron's own around `numpy_adam.NumpyAdamW`, whose interface and bits are known: one step in
-each param group, moments in `state`. Params have one element to 32,768, so that one of them lies across the border where
-a share of the states resides on the device.
+each param group, moments in `state`. Params have one element to 32,768, so that one of them lies across the border
+where a share of the states resides on the device.
 """
 
 from __future__ import annotations
