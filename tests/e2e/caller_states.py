@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import flat
 import torch
 from checkpoint_faults import differences as other_states
 from flat import SHAPES, FlatRun, load_states, random_grads, save_states
@@ -83,8 +84,7 @@ def empty_dict(run: FlatRun) -> None:
 
 
 def empty_dict_and_step(run: FlatRun) -> None:
-    run.optimizer.state = defaultdict(dict) if hasattr(type(run.optimizer), "state") else None
-    run.inner.state = defaultdict(dict)
+    run.inner.optimizer.state = defaultdict(dict)
     set_step(run.inner.optimizer, 0)
 
 
@@ -107,7 +107,7 @@ def entries(run: FlatRun) -> None:
     """Each shard is given a new dict, of which the first is empty."""
     for index, shard in enumerate(shards(run.inner.optimizer)):
         old = run.inner.optimizer.state[shard]
-        run.inner.optimizer.state[shard] = {key: old[key] * 2 for key in old} if index else {}
+        run.inner.optimizer.state[shard] = {key: old[key] * 2 for key in MOMENTS} if index else {}
 
 
 def clear_entries(run: FlatRun) -> None:
@@ -135,15 +135,27 @@ def rollback(run: FlatRun) -> None:
     inner.load_state_dict(saved)
 
 
-def whole_rollback(run: FlatRun) -> None:
+def masters_of_stock(run: FlatRun) -> Callable[[], None]:
+    """A function that brings back the masters of now. Those of ours are a part of its states, as in other optimizers
+    that own them; those of stock are the tensors of its param groups."""
     inner = run.inner.optimizer
-    saved, masters = copy.deepcopy(inner.state_dict()), [shard.clone() for shard in shards(inner)]
+    kept = [] if hasattr(run.inner, "_engine") else [(shard, shard.clone()) for shard in shards(inner)]
+
+    def put_back() -> None:
+        with torch.no_grad():
+            for shard, master in kept:
+                shard.copy_(master)
+
+    return put_back
+
+
+def whole_rollback(run: FlatRun) -> None:
+    inner, put_masters_back = run.inner.optimizer, masters_of_stock(run)
+    saved = copy.deepcopy(inner.state_dict())
     for step in (60, 61):
         run.step(random_grads(step))
     inner.load_state_dict(saved)
-    if "master_param" not in saved["state"][0]:
-        for shard, master in zip(shards(inner), masters, strict=True):
-            shard.copy_(master)
+    put_masters_back()
 
 
 def state_dict_without_states(run: FlatRun) -> None:
@@ -165,21 +177,23 @@ def identity_of_the_outer_state_dict(run: FlatRun) -> None:
 def references_put_back(run: FlatRun) -> None:
     """A second set of states for two steps, and then the first again: old dicts are kept, not copied."""
     inner = run.inner.optimizer
-    saved, step = dict(inner.state), inner.param_groups[0]["step"]
+    saved, step, put_masters_back = dict(inner.state), inner.param_groups[0]["step"], masters_of_stock(run)
     inner.state = defaultdict(dict)
     set_step(inner, 0)
     for seed in (70, 71):
         run.step(random_grads(seed))
     inner.state = saved
     set_step(inner, step)
+    put_masters_back()
 
 
 def mapping_put_back(run: FlatRun) -> None:
-    inner = run.inner.optimizer
+    inner, put_masters_back = run.inner.optimizer, masters_of_stock(run)
     saved = inner.state
     inner.state = defaultdict(dict)
     run.step(random_grads(70))
     inner.state = saved
+    put_masters_back()
 
 
 def tensors_put_back(run: FlatRun) -> None:
@@ -237,13 +251,15 @@ ACTIONS: dict[str, Callable[[FlatRun], None]] = {
     for function in (
         *(reset_in_place, reset_by_assignment, moments_alone, step_alone, step_through_the_outer_optimizer),
         *(data_is_exchanged, empty_dict, empty_dict_and_step, clear, pop, delete, entries, clear_entries),
-        *(held_over_a_step, rollback, whole_rollback, state_dict_without_states, references_put_back),
-        *(mapping_put_back, tensors_put_back, adapters),
+        *(held_over_a_step, rollback, state_dict_without_states, mapping_put_back, tensors_put_back, adapters),
     )
 }
 IDENTITIES = {
     function.__name__: function
-    for function in (identity_of_the_inner_state_dict, identity_of_the_outer_state_dict, default_lr)
+    for function in (
+        *(identity_of_the_inner_state_dict, identity_of_the_outer_state_dict, default_lr),
+        *(whole_rollback, references_put_back),
+    )
 }
 
 
@@ -309,6 +325,8 @@ def without(protection: str | None) -> None:
 def on_both(action: str, share: float = 0.0, dtype: str = "bfloat16", protection: str | None = None) -> dict[str, Any]:
     """Five steps, the action, two more steps: how ours differs from stock, and from a run without the action."""
     without(protection)
+    # Where params kept in FP32 are among others, the stock optimizer looks up the states of one under another.
+    flat.KEPT_IN_FP32 = ()
     runs, done = {}, {**ACTIONS, **IDENTITIES}[action]
     for name, deep, acts in (("ours", True, True), ("stock", False, True), ("undisturbed", False, False)):
         options = {"dos_resident_share": share} if deep else {}
@@ -369,7 +387,9 @@ def first_update(step: int, resets: bool, share: float, protection: str | None =
         if resets:
             reset_in_place(run)
         else:
-            clear(run)
+            for states in run.inner.optimizer.state.values():
+                for key in MOMENTS:
+                    states[key].zero_()
         before = run.states()
         run.step(grads)
         moved = [(b["param"] - a["param"]).abs() for a, b in zip(before, run.states(), strict=True) if a is not None]
@@ -506,9 +526,10 @@ def inner_class(kind: str, protection: str | None = None) -> str:
         def __init__(self, params: Any, adam_w_mode: bool = True, **options: Any) -> None:
             super().__init__(params, **options)
 
-    if kind != "as it is":
+    swapped = {"stateless": StatelessAdam, "derived": AdamW}
+    if kind in swapped:
         optimizer.USING_PYTORCH_OPTIMIZER = False
-        optimizer.Adam = {"stateless": StatelessAdam, "derived": AdamW}[kind]
+        optimizer.Adam = swapped[kind]
     return message_of(lambda: FlatRun(decoupled_weight_decay=kind != "L2"))
 
 
