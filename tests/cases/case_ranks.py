@@ -21,7 +21,7 @@ import mutations
 import numpy as np
 import torch
 from edited_grads import edit_reduced_grads, sum_reduced_grads  # noqa: F401 (called by name)
-from flat import FlatRun, Oracle, decays_of, load_states, random_grads, save_states
+from flat import FlatRun, Oracle, decays_of, load_states, random_grads, save_states, stock_with_numpy_adam
 from hooks import use_adversarial_device
 from rank_main import distributed_optimizers
 
@@ -161,14 +161,6 @@ def clipped_first_step(grads_in_fp32: bool) -> dict[str, Any]:
         "differences": other_weights(ours.weights(), reference.weights()) + oracle.differences(ours),
         "norms": (norm, norm_of_reference),
     }
-
-
-def stock_with_numpy_adam(*arguments: Any, **options: Any) -> FlatRun:
-    """Megatron's own optimizer around the specified AdamW."""
-    from numpy_adam import use_numpy_adam
-
-    use_numpy_adam()
-    return FlatRun(*arguments, deep=False, **options)
 
 
 def skipped_step(grads_in_fp32: bool) -> dict[str, Any]:

@@ -83,15 +83,15 @@ def empty_groups_have_no_step(replace: Replace = setattr) -> None:
     """Cases 2 and 14: a group reports the step of its own params, so 0 on a rank where it has none."""
     from megatron_dos.optimizer import HostAdam
 
-    original = HostAdam.state_dict
+    original = HostAdam.groups_to_save
 
-    def of_its_own_params(self: Any) -> dict[str, Any]:
-        state_dict = original(self)
-        for group in state_dict["param_groups"]:
+    def of_its_own_params(self: Any) -> list[dict[str, Any]]:
+        groups = original(self)
+        for group in groups:
             group["step"] = group["step"] if group["params"] else 0
-        return state_dict
+        return groups
 
-    replace(HostAdam, "state_dict", of_its_own_params)
+    replace(HostAdam, "groups_to_save", of_its_own_params)
 
 
 def loads_leave_the_masters_behind(replace: Replace = setattr) -> None:
@@ -424,16 +424,16 @@ def groups_hold_class_objects(replace: Replace = setattr) -> None:
     from megatron_dos.kernels import AdamScalars
     from megatron_dos.optimizer import HostAdam
 
-    original = HostAdam.state_dict
+    original = HostAdam.groups_to_save
     scalars = AdamScalars.at_step(1, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, decoupled=True)
 
-    def with_scalars(self: Any) -> dict[str, Any]:
-        state_dict = original(self)
-        for group in state_dict["param_groups"]:
+    def with_scalars(self: Any) -> list[dict[str, Any]]:
+        groups = original(self)
+        for group in groups:
             group["scalars"] = scalars
-        return state_dict
+        return groups
 
-    replace(HostAdam, "state_dict", with_scalars)
+    replace(HostAdam, "groups_to_save", with_scalars)
 
 
 def states_hold_a_number(replace: Replace = setattr) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import flat
 import torch
 from checkpoint_faults import differences as other_states
-from flat import SHAPES, FlatRun, load_states, random_grads, save_states
+from flat import SHAPES, FlatRun, load_states, random_grads, save_states, stock_with_numpy_adam
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 ACROSS_THE_BORDER = 0.5  # a resident share that cuts the largest param
@@ -331,7 +331,7 @@ def on_both(action: str, share: float = 0.0, dtype: str = "bfloat16", protection
     for name, deep, acts in (("ours", True, True), ("stock", False, True), ("undisturbed", False, False)):
         options = {"dos_resident_share": share} if deep else {}
         run = runs[name] = (
-            with_numpy_adam(dtype, clip_grad=1.0) if not deep else FlatRun(dtype, clip_grad=1.0, **options)
+            stock_with_numpy_adam(dtype, clip_grad=1.0) if not deep else FlatRun(dtype, clip_grad=1.0, **options)
         )
         for step in range(1, 6):
             run.step(random_grads(step))
@@ -351,20 +351,6 @@ def on_both(action: str, share: float = 0.0, dtype: str = "bfloat16", protection
     }
 
 
-def with_numpy_adam(dtype: str, **options: Any) -> FlatRun:
-    """The stock optimizer around NumpyAdamW; what is built afterwards finds Megatron as it was."""
-    import megatron.core.optimizer as optimizer
-    from megatron.core.optimizer import distrib_optimizer
-    from numpy_adam import use_numpy_adam
-
-    adam, uses_torch = optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER
-    use_numpy_adam()
-    run = FlatRun(dtype, deep=False, **options)
-    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = adam, uses_torch
-    assert distrib_optimizer.USING_APEX_OPTIMIZER  # asked when it saves and loads
-    return run
-
-
 def straddles(run: FlatRun) -> bool:
     """Whether a shard of this rank lies in host memory and on the device."""
     engine = run.inner._engine
@@ -378,7 +364,7 @@ def first_update(step: int, resets: bool, share: float, protection: str | None =
     found: dict[str, list[float]] = {}
     for name, deep in (("ours", True), ("stock", False)):
         options: dict[str, Any] = {"weight_decay": 0.0}
-        run = FlatRun(**options, dos_resident_share=share) if deep else with_numpy_adam("bfloat16", **options)
+        run = FlatRun(**options, dos_resident_share=share) if deep else stock_with_numpy_adam("bfloat16", **options)
         grads = [torch.ones(shape) for shape in SHAPES]
         run.step(grads)
         if deep and protection == "private_counter":

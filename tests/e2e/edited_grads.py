@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from flat import SHAPES, FlatRun, random_grads
+from flat import SHAPES, FlatRun, random_grads, stock_with_numpy_adam
 from hooks import use_adversarial_device
-from numpy_adam import use_numpy_adam
 
 STEPS = 3
 NO_MATRICES = {0, 2}  # params whose grads are sent again in each step
@@ -106,7 +105,6 @@ def edit_reduced_grads(
         inf_at: a step that is skipped as there is an inf in its grads; 0 for none.
     """
     use_adversarial_device(all_early=True)
-    use_numpy_adam()
     return {name: _outcome(edit, dtype, grads_in_fp32, when, inf_at) for name, edit in EDITS.items()}
 
 
@@ -116,10 +114,9 @@ def sum_reduced_grads() -> list[str]:
     None of the params has a mark; three are no matrices or have the name of an embedding.
     """
     use_adversarial_device(all_early=True)
-    use_numpy_adam()
     settings: dict[str, Any] = {"names": {3: "word_embeddings_weight"}, "overlap_grad_reduce": True, "bucket_size": 20}
     early = {"dos_overlap_grad_d2h": "on", "dos_early_grad_slots": 1000}
-    ours, stock = (FlatRun(deep=deep, **settings, **(early if deep else {})) for deep in (True, False))
+    ours, stock = FlatRun(**settings, **early), stock_with_numpy_adam(**settings)
     for step in range(1, STEPS + 1):
         for run in (ours, stock):
             run.backward(random_grads(step))
@@ -141,7 +138,8 @@ def _outcome(edit: Edit, dtype: str, grads_in_fp32: bool, when: str, inf_at: int
     if dtype == "float16":
         settings["initial_loss_scale"] = 1024.0
     early = {"dos_overlap_grad_d2h": "on", "dos_early_grad_slots": 1000, "dos_gpu_share": 0.2}
-    ours, stock = (FlatRun(dtype, grads_in_fp32, deep, **settings, **(early if deep else {})) for deep in (True, False))
+    ours = FlatRun(dtype, grads_in_fp32, **settings, **early)
+    stock = stock_with_numpy_adam(dtype, grads_in_fp32, **settings)
     before, steps = ours.weights(), []
     for step in range(1, STEPS + 1):
         edits = edit.edit if step == STEPS or not edit.only_last else EDITS["none"].edit

@@ -146,6 +146,20 @@ class FlatRun:
         return found
 
 
+def stock_with_numpy_adam(*arguments: Any, **options: Any) -> FlatRun:
+    """Megatron's own optimizer around the specified AdamW. What is built afterwards finds Megatron's own Adam, as ours
+    takes no other; the checkpoint code of Megatron stays that for Apex's."""
+    import megatron.core.optimizer as optimizer
+    from numpy_adam import use_numpy_adam
+
+    before = optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER
+    use_numpy_adam()
+    try:
+        return FlatRun(*arguments, deep=False, **options)
+    finally:
+        optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = before
+
+
 def sharded(run: FlatRun, is_loading: bool = False, layout: str = "dp_reshardable") -> dict[str, Any]:
     """What is saved of the optimizer in a distributed checkpoint, or wanted from one."""
     metadata = {"distrib_optim_sharding_type": layout, "chained_optim_avoid_prefix": True}
