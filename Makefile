@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # `make help` lists what there is. `make demo` and `make test` need no set-up before them: they do their own.
 # PYTHON=/path/to/python3.12 chooses the interpreter; MEGATRON_LM=/path/to/Megatron-LM makes the demo and the end-to-end
 # tests use a copy of that checkout. TESTS="tests/test_x.py -k name" narrows `make test`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds megatron-dos: the C++ extension `megatron_dos._cpp_adam`, the version, the requirements, the long description.
 
 Everything else about the package is in setup.cfg. Each instruction set is one source file compiled with its own flags

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # How the C++ files are compiled: read by the Makefile here and by ../setup.py. One "NAME := words" a line.
 
 # The results must be the same bits on every CPU and with any CFLAGS around: no contraction into fused multiply-adds, no

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Deep Optimizer States for Megatron-LM: the Adam states of the distributed optimizer, kept in host memory.
 
 Importing this package needs neither a GPU nor apex, transformer-engine, torch or Megatron: `install`, which hooks

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The options of deep optimizer states: their flags, their checks, and the combinations they refuse.
 
 `DosOptions` is the one description of an option: the argparse group and the fields that OptimizerConfig gains

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The measured machine of this node: where its file is kept, and when it may be used.
 
 `megatron-dos calibrate` writes a `Machine` below the user's cache folder, one file for each node and fingerprint. The

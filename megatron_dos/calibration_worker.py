@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of a calibration: a process that prepares memory once and measures what it is asked to.
 
 `python -m megatron_dos.calibration_worker`, with the environment of a rank (LOCAL_RANK, LOCAL_WORLD_SIZE). Requests

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What checkpoints need beyond reading and writing the host states: saves that steps cannot tear, loads that cannot
 leave half a state behind unnoticed.
 

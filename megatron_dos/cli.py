@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command `megatron-dos`: one subcommand a task, each in a function of its own.
 
 A subcommand prints its results to stdout and returns its exit status. Errors listed in `_USER_ERRORS` become one

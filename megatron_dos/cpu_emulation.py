@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run an unmodified Megatron script on a machine without a GPU.
 
     python -m megatron_dos.cpu_emulation SCRIPT ARGS...

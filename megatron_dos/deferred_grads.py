@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grads that Megatron's code must not scale in place: unscaled, measured and clipped without an FP32 copy of them all.
 
 They are those in bf16 and fp16, and all grads where some are sent to the host before the step.

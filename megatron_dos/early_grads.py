@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """With --overlap-grad-reduce: grads of CPU subgroups go to the host in the backward pass, as buckets are reduced.
 
 Nothing is updated with them before Megatron has taken the norm of all grads and checked that they are finite; what it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The update of one step: what each operation of a program does, on which memory.
 
 The engine owns the states and the staging slots. It is handed flat parameter shards and their grads; it knows

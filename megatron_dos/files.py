@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files that appear whole or not at all.
 
 [Note: leftovers] A process that is killed leaves the temporary file that it was writing. Its name tells the process,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks deep optimizer states into an imported Megatron, without changing a file.
 
 `install` reaches in memory the three places that the patches reach on disk: the fields of OptimizerConfig, the class

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures how fast each lane of this process is: the links, the update on the GPU, the update on the CPU.
 
 `megatron-dos calibrate` and scripts/gpu_check.py both measure with this. Host memory is slabs as the engine makes them,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The states as a caller sees and changes them: `optimizer.state`, `optimizer.state[shard]` and the tensors in it.
 
 torch keeps an optimizer's states in a dict of dicts that anybody may change, and what is changed counts from the next

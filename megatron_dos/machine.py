@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a plan has to know of a node: the rates and sizes of its processors, links and memories.
 
 A `Machine` is numbers and where each of them comes from: a data sheet, a measurement, an estimate. It is a JSON file:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`main_param` of 16-bit params: what Megatron's norm of the parameters asks of an optimizer with FP32 master params.
 
 [Note: main_param] The stock optimizer leaves each 16-bit param's shard of the masters at the param, as an attribute

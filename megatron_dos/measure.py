@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a step's times say: how busy each lane was, how fast it moved, what waited for what.
 
 Works on timelines, be they measured or simulated, and knows neither devices nor tensors. Times are seconds, amounts

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Watches the steps of one optimizer: which are measured, what comes of it, and the traces and profiles of them.
 
 The first steps are measured, since the share is chosen by them, and later ones from time to time. Measuring costs two

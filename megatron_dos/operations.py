@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each operation of a step does: which memory it copies, which kernel it runs.
 
 Operations are told apart by kind only; when and where they run is the device's part. Each may rely on nothing but

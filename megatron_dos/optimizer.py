@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The distributed optimizer whose Adam states live in host memory: a subclass of Megatron's own.
 
 [Note: the precision-aware seat] Megatron's `DistributedOptimizer` has a mode in which the inner optimizer owns the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """With --overlap-param-gather: each bucket's parameter all-gather starts when its last subgroup is written.
 
 Megatron itself starts the gathers when the next forward pass asks for the first parameters. Started from within the

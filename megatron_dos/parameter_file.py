@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The file of optimizer states beside a `torch` checkpoint (Megatron calls them its parameter state), without a copy.
 
 The file is Megatron's: for each buffer its states gathered from all data-parallel ranks, on the first of them; a list

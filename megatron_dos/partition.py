@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From the ranges of Megatron's parameter buffers that this rank owns to subgroups of the optimizer states.
 
 [Note: coordinate systems] Megatron's distributed optimizer gives each data-parallel rank one contiguous piece

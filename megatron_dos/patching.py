@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Applies the patches under patches/ to a Megatron checkout, and takes them back.
 
 A patch is applied to known bytes only: every file's SHA-256 is compared before anything is written, the new bytes

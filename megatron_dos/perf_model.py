@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the subgroups of a step should be updated, from the rates of the machine: the performance model.
 
 Of a rank's N parameters a share c is updated on the CPU, f is streamed through the GPU and r stays there:

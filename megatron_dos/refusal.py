@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a training ends that is refused: one message on one rank, exit status 2 on all, no traceback.
 
 A refusal is an exception like any other, so programs that call this package catch it. Only where nobody catches it, in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The figures of measured steps where the user looks: beside Megatron's log line, in its TensorBoard and W&B writers.
 
 Megatron keeps its arguments and writers in megatron.training.global_vars. They are looked up there at each report, if a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host memory that ranks of this node have been promised and have not taken yet.
 
 Ranks page-lock their states at the same time, so what one of them sees as available the others may be about to take. A

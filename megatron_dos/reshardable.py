@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fully reshardable checkpoints without a gather: each rank writes and reads its own part of every model tensor.
 
 Such a checkpoint has a tensor of the model's shape for each state of each param, so that any layout can load it. A rank

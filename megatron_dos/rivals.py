@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How other systems go through a step, on the virtual clock: what this package is compared with.
 
 Each function takes the machine, the work of a rank and the part of the states that stays on the GPU, and returns the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which neighbouring pieces of a subgroup one copy, or one array of a kernel's job, takes as one.
 
 Every copy and every array has a fixed cost, and a model has thousands of small parameters. Pieces of a subgroup follow

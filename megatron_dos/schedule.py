@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From subgroups to a program: the operations of one optimizer step, with explicit dependencies.
 
 A program is a list of operations in an order that is valid when run one after the other. Each operation names

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors whose parts are on many ranks, brought to the first rank or from it a chunk at a time.
 
 [Note: nobody waits for ever] The ranks of a stream take turns that all of them know beforehand, so a rank that fails

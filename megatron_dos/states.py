@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer states: FP32 master params, exp_avg and exp_avg_sq, one flat slab of each in host memory.
 
 Each owned parameter's states are slices of the slabs; they exist nowhere else, neither on the device nor as a

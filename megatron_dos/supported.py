@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The versions of Python, PyTorch and Megatron core that this package works with: the one table of them.
 
 `doctor` and `install` compare with it, setup.py makes the requirements of the package from it, and tests hold the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files as `torch.save` makes them, written and read a piece at a time.
 
 [Note: files in pieces] `torch.save` wants every tensor whole and in memory. Its files are plain zip archives, though:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Spans of time on lanes, and two ways to look at them: a trace for Perfetto, and a picture.
 
 A span says what occupied a lane, from when and for how long. A timeline gives spans (`spans_of`), be it that of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which share of the parameters the GPU updates, found while the training runs: measured steps in, shares out.
 
 The tuner knows what each kind of operation takes for a parameter, as measured in the last steps, and asks the virtual

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The version of this package, as `pip` and `megatron-dos --version` report it.
 
 The build (setup.py) writes it to `_version.py`, so that no run has to ask git: `0.1.0` for the release, which is the

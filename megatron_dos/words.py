@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How messages write counts and amounts: memory in GiB of 2^30 bytes, everywhere; only rates are in decimal GB/s."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Measures the fused CPU AdamW against a bare memory loop (the limit), torch's fused AdamW and DeepSpeedCPUAdam.
 
 Everything runs interleaved in one process per thread count, on the same slabs: each sample is one step, with a sample

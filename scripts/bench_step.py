@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Measures the whole optimizer step of a GPT in real Megatron: ours, the stock optimizer, and HybridDeviceOptimizer.
 
 It runs on a machine without a GPU, in one process, under megatron_dos.cpu_emulation. All contenders are built by

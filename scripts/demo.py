@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`make demo`: trains a small GPT with Megatron's stock distributed optimizer and with ours, and compares the losses.
 
 The steps: make a private copy of Megatron (pip's megatron-core, or the checkout named by MEGATRON_LM) in build/demo,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turns real English text into Megatron's dataset files: the text of CPython's own help topics, one byte a token.
 
 Every Python carries this text (`pydoc_data.topics`, about half a megabyte), so the demo needs no download. A topic is a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the demo reads out of Megatron's log, and what it makes of it: progress, table, picture, verdict.
 
 Nothing here starts a process or imports Megatron.

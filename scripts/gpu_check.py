@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks and measures megatron-dos on one GPU, in under five minutes; see docs/gpu-check.md.
 
 This file supervises: it builds the C++ module if it is missing, runs the stages (scripts/gpu_check_stages) in worker

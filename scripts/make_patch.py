@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# SPDX-License-Identifier: Apache-2.0
 """Write patches/NAME for one Megatron tree: the diff of its hooks and the manifest of its checksums.
 
     python scripts/make_patch.py CHECKOUT NAME [--version X.Y.Z ...]

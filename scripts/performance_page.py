@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes the tables of docs/performance.md: what the performance model says of the published claims.
 
 `make reproduce` runs it; a test fails while the page is not what it would write. Every number comes from the virtual

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pretrain a GPT with Megatron, from pip's megatron-core package alone.
 
     torchrun --nproc-per-node 8 scripts/pretrain_gpt.py --num-layers 12 ... --use-deep-optimizer-states

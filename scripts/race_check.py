@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks that the update has no race: random orders change no bit, and no dependency can be left out.
 
 `make race-check` runs it. Two parts, both with the real engine on tiny subgroups and the adversarial device:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes the tables of README.md and of two pages of docs/: flags, refused settings, plans, measurements.
 
 `make readme` runs it; a test fails while one of the pages is not what it would write.

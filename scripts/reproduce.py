@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reproduces the published measurements of interleaved offloading with the performance model, and says how well.
 
 `scripts/published.csv` holds the facts: medians of the authors' logs, figures read off their plots, their two stride

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Makes .venv with everything that `make demo` and `make test` need, and builds the C++ extension into it.
 #
 # Each step leaves a stamp in .venv when it has ended well, so a second run is instant, an interrupted one goes on

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains for thousands of steps while everything that may change does, and compares with a run that nothing disturbs.
 
 `make soak` runs it. Two ranks of real Megatron train a tiny GPT in fp16 on the CPU, three times:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which tests are slow: `make test-fast` leaves them out.
 
 A test that starts something long is so by itself: everything in tests/e2e/, and what asks for a fixture that trains

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts the parameters of real Megatron models, rank by rank, in one process: the other ranks are only pretended.
 
     python count_parameters.py '[[["--num-layers", "2", ...], 4], ...]'

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron trees and Megatron processes for the tests of the hooks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The options, and the combinations that are refused, with Megatron's own parser and config classes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`make bench-step` runs, measures what it says, and its exit status is its verdict. Never how fast anything is."""
 
 from __future__ import annotations

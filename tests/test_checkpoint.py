@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints without Megatron: what is handed out to writers, and what is refused before it is touched."""
 
 from __future__ import annotations

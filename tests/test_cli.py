@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line: what it prints, where, and with which exit status."""
 
 from __future__ import annotations

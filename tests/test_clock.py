@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The virtual clock keeps every order, wastes no time, and shows that an even mix keeps all lanes busy."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`megatron-dos calibrate`: measures once, keeps the result, and uses it only on the machine it was measured on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`megatron-dos compare-loss`: what it reads in Megatron's logs, what it says of two, and its exit status."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`megatron-dos doctor`: says what is there, what is missing, and the way out."""
 
 from __future__ import annotations

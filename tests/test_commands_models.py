@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters of models: those of Megatron's own GPTModel to the unit, and what is read from Megatron's flags."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`megatron-dos plan`: what it says follows from the model's shape and from the performance model."""
 
 from __future__ import annotations

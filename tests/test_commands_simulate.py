@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`megatron-dos simulate`: whole iterations of every program, and the files it writes."""
 
 from __future__ import annotations

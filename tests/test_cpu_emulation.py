@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rules of the CPU stand-in for torch.cuda: what it tells apart, what it carries on, what it refuses.
 
 The stand-in stays in a process for good, so tests marked `emulated` run in a child process that has activated it. For

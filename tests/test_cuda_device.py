@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA device without a GPU: its streams and events are replaced by ones that run as late and as mixed as they may.
 
 `Machine` keeps what is enqueued on each stream and runs it in a random order that only stream order and event waits

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """16-bit grads: the stand-ins answer Megatron's grad code as FP32 copies of all grads would."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts of the demo that need no training: dataset, log, verdict, outputs, child processes, set-up script."""
 
 from __future__ import annotations

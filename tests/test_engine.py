@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine: states and params have the bits of the numpy reference, wherever and however cut they are updated."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cuda path's operations on fake CUDA tensors: every operand is where it should be, and a wrong one is caught.
 
 torch's FakeTensorMode knows shapes, dtypes and devices and computes nothing, so params, grads and slots can be "on a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What killed writers leave, and who removes it. That files appear whole is tested in test_trace.py."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """scripts/gpu_check without a GPU: a dry run of every stage, the supervision of workers, and checks that can fail."""
 
 from __future__ import annotations

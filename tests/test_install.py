@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The hooks without a patch: in the installed Megatron, and each in a process of its own."""
 
 from __future__ import annotations

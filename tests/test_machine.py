@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Machine descriptions: the presets are sound and sourced, files round-trip, and errors name file and key."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`main_param` is answered from the masters when it is asked for, and is in nobody's way."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A measured step: each operation has the times at which it ran, and its figures are those of its operations."""
 
 from __future__ import annotations

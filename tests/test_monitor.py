@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is noted of which step, and where the figures go: Megatron's writers and log, traces, NVTX ranges."""
 
 from __future__ import annotations

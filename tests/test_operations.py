@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Joined pieces: never a bit of difference to pieces one by one, and as few copies and arrays as the layout allows."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the package is made of: its version, its description, what the build refuses, and the source distribution."""
 
 from __future__ import annotations

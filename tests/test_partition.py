@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every element that a rank owns is in exactly one subgroup, for any buffer layout Megatron can produce."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The patch command's engine: diffs, trees it accepts, trees it refuses, and that it changes all files or none."""
 
 from __future__ import annotations

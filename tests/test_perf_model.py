@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The performance model: what lanes are busy for, what fits, what is chosen; and that nothing else is faster."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Promises of the project as a whole: what imports what, and that README.md and docs/ say what the code does."""
 
 from __future__ import annotations
@@ -195,3 +196,16 @@ def test_changelog_has_the_version_or_unreleased_work_on_top():
     headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert headings
     assert headings[0] in ("Unreleased", RELEASE)
+
+
+def test_every_source_file_names_its_licence():
+    folders = ("megatron_dos", "patches", "cpp_adam", "scripts", "tests")
+    kinds = (".py", ".sh", ".cpp", ".h", ".mk")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in kinds]
+    files += [ROOT / "setup.py", ROOT / "Makefile", ROOT / "scripts" / "gpu_check", ROOT / ".ci" / "run"]
+    lacking = [
+        str(path.relative_to(ROOT))
+        for path in files
+        if "SPDX-License-Identifier: Apache-2.0" not in "".join(path.read_text(encoding="utf-8").splitlines()[:2])
+    ]
+    assert not lacking

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The update has no race: a short race check, and proof that the check finds what it is meant to find."""
 
 from __future__ import annotations

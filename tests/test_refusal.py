@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How refused trainings end: uncaught in Megatron's command line, and in programs that catch errors."""
 
 from __future__ import annotations

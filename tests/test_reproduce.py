@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The published measurements come out of the model, within stated errors, from constants fitted to one model only."""
 
 from __future__ import annotations

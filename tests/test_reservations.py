@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks of a node that allocate at the same time do not count on the same memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A range of a flattened tensor as boxes of the tensor."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs are in a valid order, order every conflict, wait for nothing twice and mix placements evenly."""
 
 from __future__ import annotations

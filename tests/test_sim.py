@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The adversarial device makes every legal order, reports every illegal one, and leaves nothing in a freed slot."""
 
 from __future__ import annotations

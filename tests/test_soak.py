@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The soak in short: it passes as things are, and tells of what is wrong."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors that are divided over ranks. What goes between ranks is tested in e2e/test_parameter_files.py."""
 
 from __future__ import annotations

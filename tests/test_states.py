@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host memory: what does not fit is refused before it is allocated; what fits is lazily mapped."""
 
 import psutil

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One table of versions: the requirements of the package, the patches and the hooks agree with it."""
 
 from __future__ import annotations

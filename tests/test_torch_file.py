@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files of torch that are written and read a piece at a time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traces and pictures of spans: what viewers accept, and that nothing is lost on the way."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The share that the tuner finds is near the best there is, soon, for good, and in spite of noise.
 
 Machines are the virtual clock's: rates of each lane, and host memory that all operations share.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How messages write counts and amounts, and that none of them mixes units."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CUDA's streams and events, and the host threads of the CPU update, on one virtual clock.
 
 Whatever is enqueued gets its time at once: it starts when what is before it on its stream has ended and the host has

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The limit that the update is measured against: loops with its loads and stores and hardly any arithmetic, run by the
 // same pool or by plain threads. scripts/bench_adam.py loads this as a shared library; it is no part of the package.
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What one AdamW update is: its arguments, shared by every other file. Nothing here computes.
 //
 // This header is included by translation units compiled for different instruction sets, so it must define no

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which memory a set of updates writes and reads, to tell whether two sets may run at the same time.
 #pragma once
 

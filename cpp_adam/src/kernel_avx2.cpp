@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Compiled with -mavx2 -mf16c: only reached after the CPU was seen to have both.
 #include <immintrin.h>
 

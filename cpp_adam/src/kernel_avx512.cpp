@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Compiled with -mavx512f -mavx512bw -mavx512dq -mavx512vl: only reached after the CPU was seen to have them all.
 #include <immintrin.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // AArch64 only, where these instructions are part of the base architecture.
 #include <arm_neon.h>
 

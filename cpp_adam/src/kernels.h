@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The update compiled once per instruction set, and the choice between them at run time.
 #pragma once
 

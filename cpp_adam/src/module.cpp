@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The Python module megatron_dos._cpp_adam. It takes host memory as addresses (plain integers) and counts of elements,
 // so one build serves every version of torch. Arguments are checked here as far as addresses can be; the caller
 // (megatron_dos/kernels/cpu.py) vouches that the memory exists.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A pool of worker threads that runs updates in the background, and the tickets that tell when they are done.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The arithmetic of the update on one element at a time: the fallback for every CPU, and the tail of the vector paths.
 //
 // Everything is in an unnamed namespace on purpose (see adam.h): each translation unit keeps its own copy.

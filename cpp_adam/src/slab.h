@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A large, page-aligned piece of zeroed host memory.
 #pragma once
 

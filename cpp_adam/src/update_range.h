@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The update itself, written once over a "lane": a type that gives the arithmetic of one instruction set
 // (ScalarLane, Avx2Lane, ...). Every kernel_*.cpp instantiates it with its own lane and compiler flags.
 //

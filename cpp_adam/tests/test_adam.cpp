@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tests of the C++ parts without Python, for sanitizers and for other architectures under an emulator. That the bits are
 // the right ones is shown against numpy in tests/kernels/; `test_adam replay IN OUT ISA` serves that on an emulator.
 #include <sys/wait.h>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The subcommands of `megatron-dos`, one a file: each has `add(commands)`, which declares it, and `run(options)`.
 
 The command line imports all of them to list them, so none imports torch, numpy or Megatron before it runs.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`megatron-dos calibrate`: measures this machine's rates, and keeps them for the runs on it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`megatron-dos compare-loss`: by how much the losses of two trainings differ, and from which iteration on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`megatron-dos doctor`: what this machine has for training with deep optimizer states, on one page."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads what a plan needs from Megatron's own flags: a known model's, those of a file, and those of the command line.
 
 A file is a shell script, plain text, or YAML. Its flags are found and parsed; nothing in it is run.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many parameters a GPT of a given shape has, in all and on each rank of Megatron's parallel groups.
 
 The counts are those of Megatron's own GPTModel, to the unit: every bias, norm and padded row of the vocabulary.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`megatron-dos plan`: whether a job fits a machine, what each way to update takes there, and what would help."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `plan` and `simulate` reason about: a job on a machine, its memory, and the time of its iterations.
 
 Times of the update are the virtual clock's. Forward and backward passes are floating-point operations over the rate of

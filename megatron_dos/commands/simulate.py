@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`megatron-dos simulate`: a whole iteration on the virtual clock, as a table, a picture and a trace."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the subcommands write tables and figures."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Devices run programs: they decide when each operation runs, and know nothing of what it does."""
 
 from megatron_dos.device.cuda import CudaDevice

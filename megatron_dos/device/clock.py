@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The virtual clock: when each operation of a program would run, given how long each takes.
 
 Nothing is executed. A *lane* is what streams have to share: one link, one processor. An operation is ready when the one

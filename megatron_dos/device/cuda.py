@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs programs on CUDA streams and the host threads of the CPU update.
 
 [Note: enqueueing] The calling thread only enqueues: device operations go to their streams with event waits in front,

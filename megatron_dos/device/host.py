@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The inline device: runs a program's operations one after the other on the calling thread.
 
 It needs no GPU. Where the operations touch one, they are issued on the current stream and each is waited for before

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The adversarial device: runs a program in a random order that only its streams and dependencies limit.
 
 It needs no GPU. What a real device may do in some rare timing, this one does on purpose, and it fails loudly when the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When each operation of a real step ran: from timing events on CUDA streams, and the host's clock elsewhere.
 
 A stopwatch wraps the handlers of one run of a program; the device that runs it need not know. It never waits: times

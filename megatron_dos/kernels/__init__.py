@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One AdamW, several backends that give the same bits: `reference` (numpy), `cpu` (C++ on host tensors).
 
 Here live what they share: the scalars of a step and the dtype codes. Nothing here knows of subgroups, streams or

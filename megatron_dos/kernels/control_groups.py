@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The control groups of this process: the folders in which the kernel keeps limits on memory and CPU time.
 
 A limit can sit on any group from the process's own up to the root, and a container sees its own group as the root.

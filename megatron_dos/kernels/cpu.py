@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The update on host tensors: checks them and hands their addresses to the C++ module.
 
 `adamw` updates one flat array, `adamw_pieces` many at once, as a subgroup of many parameters needs; both return when

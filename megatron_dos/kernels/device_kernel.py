@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which kernel updates subgroups on the device: the choice behind --dos-gpu-kernel."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The update as a row of torch operations, for GPUs without Triton: slower, the same bits.
 
 Each operation used here is one IEEE-754 operation per element on CUDA: torch is compiled with correctly rounded

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The floating-point mode in which this package computes on the calling thread, whatever the caller has set.
 
 `torch.set_flush_denormal(True)` is such a mode: a float64 that is denormal as a float32 then becomes 0 where it is

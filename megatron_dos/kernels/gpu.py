@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the CPU backend asks about GPUs: whether a real one is in use, and which NUMA node it hangs on.
 
 `torch.cuda` may be an emulation on a machine without a GPU, so the answers come from torch's C bindings.

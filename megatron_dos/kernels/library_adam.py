@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fused Adam kernels of Transformer Engine, Apex and torch, run on our memory.
 
 They round in their own ways (fused multiply-adds, 1 - beta taken from the float32 beta), so with them a result depends

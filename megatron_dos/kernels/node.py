@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who the ranks of this machine are: what they told one another, or else what the launcher's environment says.
 
 [Note: ranks meet at the store] Launchers differ in what they say: some bind each rank to CPUs of its own, some set no

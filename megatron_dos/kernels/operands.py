@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the device kernels accept: the checks they share, and the scaled grad for those that cannot scale it themselves.
 
 The checks read dtypes, devices and shapes only, so they work on fake tensors and never wait for a GPU.

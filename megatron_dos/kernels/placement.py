@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which CPUs each rank of a machine gets for its update, from what the ranks say of themselves. Nothing here looks at
 the machine.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The specification of the update, in numpy: every other backend gives the same bits.
 
 numpy's float32 `*`, `+`, `-`, `/` and `sqrt` are IEEE-754, rounded to nearest even, one at a time. Arrays are float32

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host memory for optimizer states: large zeroed arrays on huge pages, page-locked when a GPU is in use.
 
 A slab takes the bytes asked for, rounded up to one page; torch's own page-locked allocator rounds up to a power of two.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many worker threads the CPU update gets, on which CPUs they run, and from which NUMA node memory is taken.
 
 The default is this rank's share of the CPUs the process may use, whatever OMP_NUM_THREADS says: torchrun sets that

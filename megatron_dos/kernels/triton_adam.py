@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fused update on the GPU, in Triton: one pass over memory, the bits of `kernels.reference`.
 
 Importing this module needs Triton, not a GPU. With TRITON_INTERPRET=1 in the environment at import, Triton runs the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The stages of scripts/gpu_check.py, which run in worker processes; each is a module with `run(context)`.
 
 Importing this package needs the standard library alone: the supervisor reads the table below.

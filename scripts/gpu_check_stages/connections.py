@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Step times of a small model, to compare a process with CUDA_DEVICE_MAX_CONNECTIONS=1 to one without.
 
 Megatron asks for 1 with tensor or context parallelism on most GPUs. All streams of the process then share one queue to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every stage is given: where it runs, how large it may be, until when, and where its results go.
 
 Under `--dry-run` there is no GPU. The stages then run as they are, on tiny tensors, through the CPU stand-in for

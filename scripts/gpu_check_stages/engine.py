@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine on real streams gives the bits of the sequential update, whatever is late; and lateness does show.
 
 The expected bits come from an engine on host tensors that updates one subgroup after the other with the CPU kernel.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether there is a GPU to check, found out in seconds: needs torch alone, and prints why there is none."""
 
 from __future__ import annotations

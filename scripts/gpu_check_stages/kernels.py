@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The device kernels give the bits of the CPU kernel; the libraries' kernels differ by a little, which is measured."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures when each operation of one step ran, and so how busy each lane was."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Devices that run a program on another device with delays: what a real machine does in some rare timing, on purpose.
 
 Device operations are delayed by keeping their stream busy before them, updates on the CPU by handing them to the worker

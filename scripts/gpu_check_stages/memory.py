@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A step gives back the device memory that it took, takes no more than its slots, and makes no stream and no event."""
 
 from __future__ import annotations

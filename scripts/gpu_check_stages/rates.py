@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast each lane is, alone and beside the others: links, the update on the GPU, the update on the CPU.
 
 What measures is `megatron_dos.lane_rates`, with which `megatron-dos calibrate` measures, too.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other ways to update the same tensors, to compare with: programs of other systems, and Megatron's own optimizer."""
 
 from __future__ import annotations

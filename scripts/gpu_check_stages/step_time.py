@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long a step takes at a billion parameters and more: ours and other ways to update, interleaved in one run.
 
 All rows update the same tensors: bf16 params with the shapes of a stack of GPT layers and their FP32 main grads, as

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker process: runs stages one after the other and tells the supervisor about each on a line of JSON.
 
 After a stage that raised it ends, since a GPU that has met an error may answer nothing more: the supervisor starts a

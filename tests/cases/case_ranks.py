@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the ranks of a case do: functions for `Megatron.call`, hooks for `Megatron.train`.
 
 Everything returned is plain: what the tests compare, mostly lists of the things that are wrong.

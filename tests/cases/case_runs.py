@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the cases run Megatron, and how they compare two runs."""
 
 from __future__ import annotations

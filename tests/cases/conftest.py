@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The session's Megatron for the cases, whose ranks find this folder's modules beside those of tests/e2e."""
 
 from __future__ import annotations

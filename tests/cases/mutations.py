@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each protection of docs/cases.md, taken away: a mutation puts something that lacks it in the place of real code.
 
 A mutation is a function of `replace(object, attribute, value)`; its docstring says what is gone. `Megatron.train` can

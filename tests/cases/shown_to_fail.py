@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A test of a fault, and the proof that it would notice: the same check with the protection taken away has to fail.
 
     @fails_under(masters_ignore_loads="weights changed")

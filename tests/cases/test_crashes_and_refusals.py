@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases 14 to 18 of docs/cases.md: what breaks down, and what is accepted although it cannot work."""
 
 from __future__ import annotations

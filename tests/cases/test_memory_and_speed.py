@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases 19 to 23 of docs/cases.md: what takes too much memory or time, and what only shows on other machines."""
 
 from __future__ import annotations

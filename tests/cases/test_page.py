@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/cases.md, the tests and the mutations name the same things."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases 1 to 13 of docs/cases.md: nothing fails, and the numbers are wrong."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks do in the tests of callers that change Adam's state: the same code on ours and on the stock optimizer.
 
 The stock optimizer is Megatron's own around `numpy_adam.NumpyAdamW`, whose interface and bits are known: one step in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks do in the tests of checkpoints that go wrong, or are written while the training goes on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks do in the tests of the life of a training around checkpoints: offloads, and looks at the files."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much memory a rank takes while it saves and loads: measured by ranks, for the tests of checkpoints."""
 
 from __future__ import annotations

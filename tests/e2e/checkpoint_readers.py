@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks do in the tests of checkpoints that are not read from local files, and of who looks at the files."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks do in the tests of checkpoints: save in many ways, load from many folders, tell states apart.
 
 The functions take their instructions from environment variables in JSON, since hooks of the harness take no arguments:

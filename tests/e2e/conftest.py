@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The session's Megatron for the end-to-end tests; see harness.py."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grads that are edited between their reduction and the step: what a step makes of them, beside the stock optimizer.
 
 Ours sends its grads in the backward pass; the operations of its steps run in random orders. The stock optimizer has the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FLAT: Megatron's own DDP and optimizer around a handful of odd-shaped parameters, run inside the ranks.
 
 There is no forward pass: tests put grads into `main_grad` themselves, so that every number is known. Each function

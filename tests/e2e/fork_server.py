@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The server process of the end-to-end tests: imports torch and Megatron once, forks the ranks of each case.
 
 A rank that starts from scratch spends most of its time on imports; a fork of this process has them. The harness talks

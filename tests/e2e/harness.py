@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real Megatron trainings for the end-to-end tests, a few seconds each.
 
     ranks, layout = LAYOUTS["tp2"]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What tests have the ranks do in the middle of a training: `inspect` hooks of the harness."""
 
 from __future__ import annotations

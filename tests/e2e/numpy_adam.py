@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AdamW exactly as docs/kernels.md specifies it, in the seat of Apex's FusedAdam.
 
 Megatron's stock distributed optimizer around this one is what deep optimizer states must equal to the bit. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks do in the tests of the file of optimizer states that `--ckpt-format torch` writes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one rank of an end-to-end case does: train with Megatron and write down everything that tests compare."""
 
 from __future__ import annotations

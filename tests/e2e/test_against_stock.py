@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real Megatron, every layout and precision, against its own distributed optimizer.
 
 Against the stock optimizer as it comes (torch's AdamW) losses and grad norms agree within rounding. Against the stock

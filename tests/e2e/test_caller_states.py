@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Code that changes Adam's state from outside has the effect that it has on the stock optimizer, or is refused.
 
 Ours and the stock optimizer run the same code, `caller_states`, through Megatron's own classes."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints that are written while the training goes on, cannot be written, or cannot be read."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints in other places than local files: each reader is asked through its own file system, by one rank."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints: what is saved in one process comes back in another to the bit, whoever saved it and whatever the layout.
 
 `UPDATE_DOCS=1 python -m pytest tests/e2e/test_checkpoints.py` writes the table of docs/checkpoints.md anew.

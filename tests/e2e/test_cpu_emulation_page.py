@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/cpu-emulation.md: its commands, as they stand there, in a folder and an environment as its reader has them."""
 
 from __future__ import annotations

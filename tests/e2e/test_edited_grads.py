@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grads that are sent in the backward pass and edited before the step: the step has the bits of the stock optimizer.
 
 With an edit before Megatron's prepare_grads, bf16 params and FP32 grads it is a case of tests/cases.

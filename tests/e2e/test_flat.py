@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FLAT: Megatron's DDP and optimizer around odd-shaped params with known grads; the oracle is numpy."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The end-to-end harness itself: runs repeat to the bit, differences are found, failures arrive with their reason."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The file of optimizer states of `--ckpt-format torch`: it is Megatron's, but nobody holds all of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a user does: patch a Megatron tree, launch its training script with the flag, unpatch.
 
 With MEGATRON_LM set to a checkout, a copy of that checkout is used, and its own pretrain_gpt.py; otherwise a tree made

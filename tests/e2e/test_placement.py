@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a subgroup is updated never shows: share, order of operations and way of the grads leave every bit alone."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A refused training: one message on one rank, no traceback of Python's, status 2 on every rank, through torchrun."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a user sees of the steps: lines in the log, scalars in TensorBoard, traces; and that seeing changes nothing."""
 
 from __future__ import annotations

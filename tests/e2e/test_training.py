@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Life of a training with deep optimizer states beyond the losses: loads, saves, steps with chosen grads."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training on the CPU whose steps take the time that they would take with a GPU: for what goes by measured times."""
 
 from __future__ import annotations

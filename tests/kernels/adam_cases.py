@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inputs for the kernel tests: random values sown with the ones on which kernels differ, at any alignment."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tests of the device kernels share: cases with two factors on the grad, and cases of arbitrary bits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The C++ update gives the reference's bits: every instruction set, dtype, length, alignment, split and order."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Wrong input never crashes the interpreter: an exception names the argument, and nothing is written."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A hypothesis campaign over arguments: whatever is legal gives the reference's bits on every instruction set."""
 
 import contextlib

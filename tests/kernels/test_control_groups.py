@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CPU quotas: of folders as the kernel lays them out, and of a real control group where this process may make one."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which CPUs ranks get under the launchers, from their masks, quotas and GPUs; nothing of this machine counts."""
 
 import itertools

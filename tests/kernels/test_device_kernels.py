@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The update's device kernels but Triton's own code: which one is chosen, what they refuse, and the bits they give."""
 
 from __future__ import annotations

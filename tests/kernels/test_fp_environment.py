@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scalars that are denormal in float32 count, whatever floating-point mode the caller is in."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """More than 2^31 elements in one array: the last ones are updated too.
 
 There is no memory for 30 GB of arrays here, and no need: every page of an array but the last one is the same page of

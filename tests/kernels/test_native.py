@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The C++ test program: plain, under sanitizers, and as AArch64 code under an emulator; and what the compiler made."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks find out which of them share a machine: real processes, real stores, real masks; made-up machines and CPUs.
 
 The script below forks the ranks. Each takes on what its case says (a mask, a machine, an environment), sets up gloo,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Worker threads: as many as this rank's share whatever OMP_NUM_THREADS says, in order, fork- and exit-safe."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reference is what design and docs say, and rounds like torch where torch is right."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slabs: aligned, zeroed, exactly as large as asked, alive as long as a tensor needs them."""
 
 import gc

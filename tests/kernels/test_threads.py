@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which CPUs and memory a rank gets, on this machine and on made-up ones. How CPUs are divided: test_placement."""
 
 import os

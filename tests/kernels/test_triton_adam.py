@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Triton kernel, without a GPU: its bits on numpy, its PTX for several kinds of GPU, and its launch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of the Triton kernel that run it on numpy. test_triton_adam.py starts them, with TRITON_INTERPRET=1 set."""
 
 import itertools
