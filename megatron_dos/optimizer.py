@@ -246,7 +246,7 @@ class HostAdam(torch.optim.Optimizer):
             foreign, missing = found.count(-1), len(self._owners) - len(set(found) - {-1})
             raise ValueError(
                 f"the param groups of the optimizer no longer hold each of its {len(self._owners)} parameter shards "
-                f"once: {missing} missing, {foreign} tensor(s) that are none, such as clones, "
+                f"once: {missing} missing, {plural(foreign, 'tensor')} of another kind, such as clones, "
                 f"{len(found) - foreign - len(set(found) - {-1})} listed twice. Keep the tensors in "
                 'param_groups[...]["params"] as Megatron put them there; to freeze params, set requires_grad = False '
                 "before the optimizer is built"
