@@ -74,7 +74,7 @@ class FlatRun:
             grad_reduce_in_fp32=grads_in_fp32,
             use_distributed_optimizer=True,
             overlap_grad_reduce=overlap_grad_reduce,
-            bucket_size=bucket_size,
+            **({} if bucket_size is None else {"bucket_size": bucket_size}),
         )
         module = make_model(torch_dtype, seed, names)
         self.ddp = DistributedDataParallel(module.config, ddp_config, module)
