@@ -14,6 +14,7 @@ give it time to.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -48,6 +49,7 @@ def end_in_one_message() -> None:
             # Not sys.stderr: torch.distributed calls this hook with a buffer in its place, which the exit would drop.
             print(f"megatron-dos: {error}", file=sys.__stderr__, flush=True)
         _wait_for_others()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher sends it when the first rank has ended: so does this
         raise SystemExit(EXIT_STATUS)  # Python exits with the status of a SystemExit that its hook raises
 
     hook._ends_refusals = True
