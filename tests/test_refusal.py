@@ -106,6 +106,7 @@ time.sleep(8)
     [("01", "0", 0), ("01", "1.5", 0), ("1", "0", 1)],
     ids=["both", "the first one later", "the other alone"],
 )
+@pytest.mark.slow
 def test_one_rank_speaks(tmp_path, refused, late, speaker):
     variables = {"MEET": f"file://{tmp_path}/meet", "WORLD_SIZE": "2", "REFUSED": refused, "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [start(RANK, RANK=str(rank), LATE=late if rank == 0 else "0", **variables) for rank in (0, 1)]

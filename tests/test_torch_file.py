@@ -144,6 +144,7 @@ class TestDamage:
             with pytest.raises(zipfile.BadZipFile, match=rf"Bad CRC-32.*data/{list(SIZES).index(tensor)}"):
                 check()
 
+    @pytest.mark.slow
     def test_no_flipped_bit_anywhere_in_the_file_changes_what_is_loaded(self, tmp_path, save):
         """Wherever it is: in an element, a name, a length, an offset or a checksum."""
         small, path = {"param": torch.arange(1.0, 4), "exp_avg": torch.ones(2)}, tmp_path / "file"

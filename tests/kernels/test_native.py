@@ -43,6 +43,7 @@ MUTATIONS = {
 """What is taken away -> file, code, what takes its place, and what the C++ program then finds."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_cpp_program_fails_without(mutation, tmp_path):
     file, code, instead, symptom = MUTATIONS[mutation]
