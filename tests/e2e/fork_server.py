@@ -90,7 +90,10 @@ def start_rank(case: dict[str, Any], rank: int, port: int) -> int:
         except BaseException:
             text = traceback.format_exc()
             print(text, file=sys.stderr, flush=True)
-            (folder / f"rank{rank}.error").write_text(f"{time.monotonic()}\n{text}")
+            # Whole or not at all: this rank may be ended at any moment, as another has failed.
+            unfinished = folder / f"rank{rank}.error.unfinished"
+            unfinished.write_text(f"{time.monotonic()}\n{text}")
+            unfinished.replace(folder / f"rank{rank}.error")
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
