@@ -116,7 +116,7 @@ def events(library: ctypes.CDLL) -> Any:
         event.record()
     late.wait_event(event)
     with torch.cuda.stream(early):
-        torch.cuda._sleep(300_000_000)
+        torch.cuda._sleep(3_000_000_000)  # longer than a busy machine keeps the host from looking
         event.record()  # again: the wait above is not for this one
     end = torch.cuda.Event(enable_timing=True)
     end.record(late)
@@ -158,7 +158,7 @@ def failures(library: ctypes.CDLL) -> Any:
     fail(library, "cudaHostRegister")
     found["register"] = [int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0)) for _ in range(2)]
     torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
-    found["pending"] = library.cudaGetLastError()  # torch's next call would raise it
+    found["pending"] = library.cudaGetLastError()  # torch's next kernel launch would raise it
     source, target = torch.ones(64).pin_memory(), torch.empty(64, device="cuda")
     fail(library, "cudaMemcpyAsync")
     try:
@@ -194,7 +194,7 @@ def one_queue(library: ctypes.CDLL) -> Any:
     blocked, free, host = torch.cuda.Stream(), torch.cuda.Stream(), torch.ones(256).pin_memory()
     target, other = torch.empty(256, device="cuda"), torch.empty(256, device="cuda")
     torch.cuda.synchronize()
-    torch.cuda._sleep(200_000_000)
+    torch.cuda._sleep(3_000_000_000)
     slow = torch.cuda.Event()
     slow.record()
     blocked.wait_event(slow)
