@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from megatron_dos.engine import UpdateEngine
-from megatron_dos.partition import bucket_groups
+from megatron_dos.program.partition import bucket_groups
 
 __all__ = ["EarlyGrads", "may_change"]
 

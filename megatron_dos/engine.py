@@ -23,9 +23,8 @@ from megatron_dos.kernels import slab
 from megatron_dos.kernels.device_kernel import DeviceKernel
 from megatron_dos.live_states import HandedOut, copy_into
 from megatron_dos.operations import StepInputs, StepOperations, send_grads
-from megatron_dos.partition import Partition
-from megatron_dos.runs import Places, Runs
-from megatron_dos.schedule import (
+from megatron_dos.program.partition import Partition
+from megatron_dos.program.schedule import (
     Op,
     OpKind,
     Placement,
@@ -36,6 +35,7 @@ from megatron_dos.schedule import (
     every_kth_on_device,
     mix,
 )
+from megatron_dos.runs import Places, Runs
 from megatron_dos.states import (
     BYTES_PER_PARAMETER,
     STATES,

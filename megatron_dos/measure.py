@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megatron_dos.device.clock import Timeline
 from megatron_dos.perf_model import STATE_BYTES
-from megatron_dos.schedule import STAGING, Op, OpKind, Placement, Resource
+from megatron_dos.program.schedule import STAGING, Op, OpKind, Placement, Resource
 
 __all__ = [
     "LANES",

@@ -15,8 +15,8 @@ import torch
 
 from megatron_dos.kernels import AdamScalars
 from megatron_dos.kernels import cpu as cpu_kernel
-from megatron_dos.partition import Piece, Subgroup
-from megatron_dos.schedule import Op, OpKind, Placement, Program, Resource
+from megatron_dos.program.partition import Piece, Subgroup
+from megatron_dos.program.schedule import Op, OpKind, Placement, Program, Resource
 from megatron_dos.states import STATES
 
 if TYPE_CHECKING:

@@ -63,8 +63,8 @@ from megatron_dos.main_params import answer_main_param
 from megatron_dos.monitor import StepMonitor
 from megatron_dos.operations import StepInputs
 from megatron_dos.param_gather import EarlyParamGather, is_possible
-from megatron_dos.partition import Partition, automatic_subgroup_size, owned_ranges, partition
 from megatron_dos.perf_model import Workload
+from megatron_dos.program.partition import Partition, automatic_subgroup_size, owned_ranges, partition
 from megatron_dos.reshardable import (
     joined,
     may_be_cut,

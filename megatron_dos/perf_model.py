@@ -25,8 +25,8 @@ from functools import lru_cache
 
 from megatron_dos.device.clock import HostMemory, Rate, Sharing, Timeline, durations, fair_parts, simulate
 from megatron_dos.machine import Machine
-from megatron_dos.partition import automatic_subgroup_size
-from megatron_dos.schedule import (
+from megatron_dos.program.partition import automatic_subgroup_size
+from megatron_dos.program.schedule import (
     OpKind,
     Placement,
     Program,

@@ -35,7 +35,7 @@ from megatron_dos.perf_model import (
     program_for,
     room_to_stream,
 )
-from megatron_dos.schedule import (
+from megatron_dos.program.schedule import (
     Placement,
     Program,
     every_kth_on_device,

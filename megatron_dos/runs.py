@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_dos.partition import Partition, Piece
+from megatron_dos.program.partition import Partition, Piece
 
 __all__ = ["Places", "Runs"]
 

@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megatron_dos.files import new_file
-from megatron_dos.schedule import OpKind
+from megatron_dos.program.schedule import OpKind
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from megatron_dos.device.clock import Timeline
-    from megatron_dos.schedule import Op
+    from megatron_dos.program.schedule import Op
 
 __all__ = [
     "MissingPlotLibraryError",

@@ -35,7 +35,7 @@ from megatron_dos.device.clock import FULL_DUPLEX, HostMemory, Rate, Sharing, du
 from megatron_dos.machine import Machine
 from megatron_dos.measure import StepFigures, SubgroupTraffic
 from megatron_dos.perf_model import STATE_BYTES, MemoryFitError, Workload, choose
-from megatron_dos.schedule import OpKind, Placement, Program
+from megatron_dos.program.schedule import OpKind, Placement, Program
 
 __all__ = ["START_SHARE", "Decision", "FirstChoice", "ShareTuner", "first_choice"]
 

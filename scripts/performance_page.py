@@ -22,7 +22,7 @@ from megatron_dos import rivals
 from megatron_dos.device.clock import Timeline
 from megatron_dos.machine import Machine, preset, preset_names
 from megatron_dos.perf_model import FUSED_PASS, STATE_BYTES, Workload, choose, clock_optimum
-from megatron_dos.schedule import Placement
+from megatron_dos.program.schedule import Placement
 
 PAGE = reproduce.ROOT / "docs" / "performance.md"
 

@@ -21,7 +21,7 @@ from megatron_dos.device.clock import (
     fair_parts,
     simulate,
 )
-from megatron_dos.schedule import (
+from megatron_dos.program.schedule import (
     OpKind,
     Placement,
     Program,

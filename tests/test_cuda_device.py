@@ -15,7 +15,7 @@ from virtual_cuda import VirtualCuda
 
 from megatron_dos.device import cuda
 from megatron_dos.device.host import HostDevice
-from megatron_dos.schedule import OpKind, Placement, Stream, SubgroupShape, build_program, mix
+from megatron_dos.program.schedule import OpKind, Placement, Stream, SubgroupShape, build_program, mix
 
 
 class Machine:

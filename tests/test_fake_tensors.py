@@ -26,8 +26,8 @@ from megatron_dos.device import cuda as cuda_device
 from megatron_dos.engine import EngineOptions, UpdateEngine
 from megatron_dos.kernels import AdamScalars, device_kernel, elementwise_adam, library_adam, slab
 from megatron_dos.operations import StepInputs, StepOperations
-from megatron_dos.partition import OwnedRange, partition
-from megatron_dos.schedule import OpKind, Stream
+from megatron_dos.program.partition import OwnedRange, partition
+from megatron_dos.program.schedule import OpKind, Stream
 
 CUDA = torch.device("cuda", 0)
 NUMELS = (40, 100, 64, 1, 300)

@@ -16,7 +16,7 @@ from megatron_dos.device import CudaDevice, HostDevice
 from megatron_dos.device.clock import FULL_DUPLEX, Rate, Sharing, durations, simulate
 from megatron_dos.device.stopwatch import Stopwatch, timeline
 from megatron_dos.measure import SubgroupTraffic, bytes_moved, figures, slot_stalls
-from megatron_dos.schedule import OpKind, Placement, Stream, SubgroupShape, build_program, mix
+from megatron_dos.program.schedule import OpKind, Placement, Stream, SubgroupShape, build_program, mix
 
 NUMEL = 100_000_000
 CUDA = torch.device("cuda")

@@ -18,8 +18,8 @@ from megatron_dos.device.sim import SimDevice
 from megatron_dos.engine import EngineOptions, UpdateEngine
 from megatron_dos.kernels import AdamScalars, device_kernel
 from megatron_dos.operations import StepInputs
-from megatron_dos.partition import OwnedRange, partition
-from megatron_dos.schedule import OpKind
+from megatron_dos.program.partition import OwnedRange, partition
+from megatron_dos.program.schedule import OpKind
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = (BF16, FP16, FP32)

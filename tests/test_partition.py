@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dos.partition import (
+from megatron_dos.program.partition import (
     AUTOMATIC_MAX,
     AUTOMATIC_MIN,
     CUT_ALIGNMENT,
@@ -127,7 +127,7 @@ def test_ranges_may_be_given_in_any_order():
 
 
 def test_without_sorting_the_order_shows(monkeypatch):
-    monkeypatch.setattr("megatron_dos.partition.sorted", lambda items, key=None: list(items), raising=False)
+    monkeypatch.setattr("megatron_dos.program.partition.sorted", lambda items, key=None: list(items), raising=False)
     with pytest.raises((AssertionError, ValueError)):
         check_any_order()
 

@@ -27,7 +27,7 @@ from megatron_dos.perf_model import (
     optimum,
     program_for,
 )
-from megatron_dos.schedule import OpKind, Placement, SubgroupShape, build_program
+from megatron_dos.program.schedule import OpKind, Placement, SubgroupShape, build_program
 
 GB = 10**9
 # The 20B model of the published testbed: 15.327e9 parameters on 4 GPUs.

@@ -13,10 +13,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 import race_check
 
-from megatron_dos import schedule
 from megatron_dos.device import HostDevice
 from megatron_dos.device.sim import SimDevice
 from megatron_dos.operations import StepOperations
+from megatron_dos.program import schedule
 
 
 @pytest.mark.parametrize("seed", range(1000, 1020))

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dos.device import HostDevice
-from megatron_dos.schedule import (
+from megatron_dos.program.schedule import (
     OpKind,
     Placement,
     Program,

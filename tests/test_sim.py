@@ -10,7 +10,17 @@ import pytest
 import torch
 
 from megatron_dos.device.sim import RaceError, SimDevice
-from megatron_dos.schedule import Op, OpKind, Placement, Program, Resource, Stream, SubgroupShape, build_program, mix
+from megatron_dos.program.schedule import (
+    Op,
+    OpKind,
+    Placement,
+    Program,
+    Resource,
+    Stream,
+    SubgroupShape,
+    build_program,
+    mix,
+)
 
 
 def program_of(*ops: tuple[Stream, set[Resource], set[Resource], tuple[int, ...]]) -> Program:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_dos.schedule import Op, OpKind, Stream
+from megatron_dos.program.schedule import Op, OpKind, Stream
 
 CALL = 1e-6  # seconds that each call of the host takes
 

@@ -387,7 +387,7 @@ def sends_early(name: str, work: Workload) -> str:
 def iteration_spans(scenario: Scenario, system: str, timeline: Timeline) -> list[Span]:
     """Forward pass, backward pass with the grads that are sent during it, and the step, one after the other."""
     from megatron_dos.measure import SubgroupTraffic, bytes_moved
-    from megatron_dos.schedule import OpKind, Placement
+    from megatron_dos.program.schedule import OpKind, Placement
 
     work, passes, machine = scenario.work, scenario.passes, scenario.machine
     grads = sends_early(system, work)

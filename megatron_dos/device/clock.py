@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from megatron_dos.schedule import Op, OpKind, Program, Stream
+from megatron_dos.program.schedule import Op, OpKind, Program, Stream
 
 __all__ = [
     "FULL_DUPLEX",

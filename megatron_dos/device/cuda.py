@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from megatron_dos.schedule import Op, OpKind, Program, Resource, Stream
+from megatron_dos.program.schedule import Op, OpKind, Program, Resource, Stream
 
 __all__ = ["CudaDevice"]
 

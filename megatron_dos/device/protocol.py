@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_dos.schedule import Op, OpKind, Program, Resource
+from megatron_dos.program.schedule import Op, OpKind, Program, Resource
 
 __all__ = ["Device"]
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_dos.schedule import STAGING, Op, OpKind, Program, Resource
+from megatron_dos.program.schedule import STAGING, Op, OpKind, Program, Resource
 
 __all__ = ["RaceError", "SimDevice", "describe"]
 

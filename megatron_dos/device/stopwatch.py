@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_dos.device.clock import FULL_DUPLEX, Timeline
-from megatron_dos.schedule import Op, OpKind, Program, Stream
+from megatron_dos.program.schedule import Op, OpKind, Program, Stream
 
 __all__ = ["Handlers", "Stopwatch", "TimedRun", "timeline"]
 

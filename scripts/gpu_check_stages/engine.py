@@ -23,8 +23,8 @@ from megatron_dos.device.sim import SimDevice, describe
 from megatron_dos.engine import EngineOptions, UpdateEngine
 from megatron_dos.kernels import AdamScalars, device_kernel
 from megatron_dos.operations import StepInputs
-from megatron_dos.partition import OwnedRange, Partition, partition
-from megatron_dos.schedule import Op, OpKind, Program
+from megatron_dos.program.partition import OwnedRange, Partition, partition
+from megatron_dos.program.schedule import Op, OpKind, Program
 from megatron_dos.states import STATES
 
 __all__ = ["Case", "Run", "run"]

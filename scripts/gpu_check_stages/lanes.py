@@ -13,7 +13,7 @@ import torch
 
 from gpu_check_stages.context import Context
 from megatron_dos.device.clock import FULL_DUPLEX
-from megatron_dos.schedule import Op, OpKind, Program, Resource, Stream
+from megatron_dos.program.schedule import Op, OpKind, Program, Resource, Stream
 
 __all__ = ["Lanes", "union"]
 

@@ -17,7 +17,7 @@ from megatron_dos.device import CudaDevice
 from megatron_dos.engine import EngineOptions, UpdateEngine, host_bytes
 from megatron_dos.kernels import AdamScalars, device_kernel
 from megatron_dos.operations import StepInputs
-from megatron_dos.partition import OwnedRange, partition
+from megatron_dos.program.partition import OwnedRange, partition
 
 __all__ = ["run"]
 

@@ -12,7 +12,7 @@ import torch
 
 from megatron_dos.engine import UpdateEngine
 from megatron_dos.operations import StepInputs, StepOperations
-from megatron_dos.schedule import Op, Placement, Program
+from megatron_dos.program.schedule import Op, Placement, Program
 
 __all__ = ["HybridOptimizer", "NotImportableError", "Resident", "ResidentOperations"]
 

@@ -27,8 +27,8 @@ from megatron_dos.device.clock import Rate, durations, simulate
 from megatron_dos.engine import EngineOptions, UpdateEngine
 from megatron_dos.kernels import AdamScalars, cpu, device_kernel
 from megatron_dos.operations import StepInputs, StepOperations
-from megatron_dos.partition import OwnedRange, automatic_subgroup_size, partition
-from megatron_dos.schedule import (
+from megatron_dos.program.partition import OwnedRange, automatic_subgroup_size, partition
+from megatron_dos.program.schedule import (
     OpKind,
     Placement,
     Program,

@@ -403,7 +403,7 @@ def resident_size_over_saves(folder: str, saves: int) -> list[int]:
 
 def real_shares(asked: Sequence[float], subgroup_size: int) -> dict[float, float]:
     """A model with 60 % of its elements in one param: asked share of the GPU -> real one."""
-    from megatron_dos.schedule import Placement
+    from megatron_dos.program.schedule import Placement
 
     flat.SHAPES, flat.KEPT_IN_FP32 = ((60, 400), (10, 400), (10, 400), (10, 400), (10, 400)), ()
     found = {}

@@ -251,7 +251,7 @@ def buckets_are_released_at_once(replace: Replace = setattr) -> None:
 
 def slots_are_reused_at_once(replace: Replace = setattr) -> None:
     """Case 6: what still reads a staging slot is not waited for before the slot is filled anew."""
-    from megatron_dos import schedule
+    from megatron_dos.program import schedule
 
     original = schedule._Builder.add
 
@@ -358,7 +358,7 @@ def experts_are_cut_by_the_dense_group(replace: Replace = setattr) -> None:
 
 def slab_offsets_have_32_bits(replace: Replace = setattr) -> None:
     """Case 9: where a subgroup lies in the states wraps around at 2^31."""
-    from megatron_dos import partition
+    from megatron_dos.program import partition
 
     original = partition.partition
 
@@ -648,7 +648,8 @@ def machines_are_told_apart_by_name(replace: Replace = setattr) -> None:
 
 def params_are_not_split(replace: Replace = setattr) -> None:
     """Case 21: a subgroup ends where a param ends, so the share comes in steps of whole params."""
-    from megatron_dos import optimizer, partition
+    from megatron_dos import optimizer
+    from megatron_dos.program import partition
 
     def whole_params(ranges: Any, size: int) -> Any:
         cut = original(ranges, 2**40)

@@ -19,12 +19,13 @@ import torch
 from case_runs import arguments_of, in_ranks, prepare
 from shown_to_fail import fails_under
 
-from megatron_dos import _cpp_adam, engine, partition
+from megatron_dos import _cpp_adam, engine
 from megatron_dos.device import cuda
 from megatron_dos.device.sim import SimDevice
 from megatron_dos.kernels import AdamScalars, control_groups, device_kernel, gpu, node, threads
 from megatron_dos.operations import StepInputs
-from megatron_dos.schedule import OpKind, Placement, Stream, SubgroupShape, build_program, mix
+from megatron_dos.program import partition
+from megatron_dos.program.schedule import OpKind, Placement, Stream, SubgroupShape, build_program, mix
 from megatron_dos.words import plural
 
 ROOT = Path(__file__).resolve().parents[2]

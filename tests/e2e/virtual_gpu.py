@@ -16,7 +16,7 @@ def tune() -> None:
     from megatron_dos.device.clock import Rate, durations, simulate
     from megatron_dos.device.sim import SimDevice
     from megatron_dos.device.stopwatch import TimedRun
-    from megatron_dos.schedule import OpKind
+    from megatron_dos.program.schedule import OpKind
 
     rates = {
         OpKind.CAST_GRAD: Rate(400e9),
