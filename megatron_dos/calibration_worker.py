@@ -50,8 +50,10 @@ class _Rank:
     def __init__(self, sizes: Sizes, has_gpu: bool) -> None:
         import torch
 
-        from megatron_dos.kernels import cpu, node, threads
+        from megatron_dos.kernels import cpu
         from megatron_dos.lane_rates import HostUpdate, Links, sleep_on_stream
+        from megatron_dos.node import ranks as node
+        from megatron_dos.node import threads
 
         self.torch, self.sizes, self.has_gpu = torch, sizes, has_gpu
         device = torch.device("cpu")

@@ -55,7 +55,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_dos import torch_file
-from megatron_dos.kernels.threads import ranks_on_node
+from megatron_dos.node.threads import ranks_on_node
 from megatron_dos.refusal import Refusal
 from megatron_dos.state_stream import first_problem
 from megatron_dos.states import HostMemoryError

@@ -19,9 +19,9 @@ import torch
 
 from megatron_dos.device import Device, HostDevice
 from megatron_dos.device.stopwatch import Handlers
-from megatron_dos.kernels import slab
 from megatron_dos.kernels.device_kernel import DeviceKernel
 from megatron_dos.live_states import HandedOut, copy_into
+from megatron_dos.node import slab
 from megatron_dos.operations import StepInputs, StepOperations, send_grads
 from megatron_dos.program.partition import Partition
 from megatron_dos.program.schedule import (

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from megatron_dos.kernels import AdamScalars, cpu, slab
+from megatron_dos.kernels import AdamScalars, cpu
+from megatron_dos.node import slab
 from megatron_dos.perf_model import FUSED_PASS
 
 __all__ = [

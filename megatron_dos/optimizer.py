@@ -55,12 +55,14 @@ from megatron_dos.deferred_grads import DeferredGrads
 from megatron_dos.device import CudaDevice, Device, HostDevice
 from megatron_dos.early_grads import EarlyGrads, may_change
 from megatron_dos.engine import EngineOptions, UpdateEngine, host_bytes, resident_parameters, staging_bytes
-from megatron_dos.kernels import AdamScalars, device_kernel, node, threads
+from megatron_dos.kernels import AdamScalars, device_kernel
 from megatron_dos.kernels import cpu as cpu_kernel
 from megatron_dos.kernels.fp_environment import ieee_environment
 from megatron_dos.live_states import LiveStates, StateStore
 from megatron_dos.main_params import answer_main_param
 from megatron_dos.monitor import StepMonitor
+from megatron_dos.node import ranks as node
+from megatron_dos.node import threads
 from megatron_dos.operations import StepInputs
 from megatron_dos.param_gather import EarlyParamGather, is_possible
 from megatron_dos.perf_model import Workload

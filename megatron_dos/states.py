@@ -10,10 +10,9 @@ from __future__ import annotations
 import psutil
 import torch
 
-from megatron_dos import reservations
-from megatron_dos.kernels import gpu, slab
-from megatron_dos.kernels.control_groups import control_groups
-from megatron_dos.kernels.threads import ranks_on_node
+from megatron_dos.node import gpu, reservations, slab
+from megatron_dos.node.control_groups import control_groups
+from megatron_dos.node.threads import ranks_on_node
 from megatron_dos.refusal import Refusal
 from megatron_dos.words import plural
 

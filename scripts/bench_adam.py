@@ -150,7 +150,7 @@ class Memory:
     def __init__(self, numel: int) -> None:
         import torch
 
-        from megatron_dos.kernels import slab
+        from megatron_dos.node import slab
 
         self.numel = numel
         self.param, self.exp_avg, self.exp_avg_sq, self.grad = (slab.zeros(numel) for _ in range(4))

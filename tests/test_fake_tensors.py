@@ -24,7 +24,8 @@ from megatron_dos import operations
 from megatron_dos.device import CudaDevice, HostDevice
 from megatron_dos.device import cuda as cuda_device
 from megatron_dos.engine import EngineOptions, UpdateEngine
-from megatron_dos.kernels import AdamScalars, device_kernel, elementwise_adam, library_adam, slab
+from megatron_dos.kernels import AdamScalars, device_kernel, elementwise_adam, library_adam
+from megatron_dos.node import slab
 from megatron_dos.operations import StepInputs, StepOperations
 from megatron_dos.program.partition import OwnedRange, partition
 from megatron_dos.program.schedule import OpKind, Stream

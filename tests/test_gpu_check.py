@@ -22,7 +22,7 @@ import gpu_check  # noqa: E402
 from gpu_check_stages import STAGES, Stage, worker  # noqa: E402
 from gpu_check_stages.summary import summary, summary_of_stage  # noqa: E402
 
-from megatron_dos import reservations  # noqa: E402
+from megatron_dos.node import reservations  # noqa: E402
 
 # One run of each kernel, of each engine case and of each row in seconds; a loaded machine may take minutes.
 PATIENCE = 600

@@ -8,7 +8,8 @@ import os
 
 import pytest
 
-from megatron_dos import reservations, states
+from megatron_dos import states
+from megatron_dos.node import reservations
 
 
 @pytest.fixture(autouse=True)

@@ -141,7 +141,7 @@ def _kernel() -> Finding:
 
 
 def _processors() -> Iterator[Finding]:
-    from megatron_dos.kernels.control_groups import cpu_quotas
+    from megatron_dos.node.control_groups import cpu_quotas
 
     allowed, all_of_them = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1

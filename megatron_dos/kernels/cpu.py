@@ -17,7 +17,7 @@ import torch
 
 from megatron_dos import _cpp_adam
 from megatron_dos.kernels import AdamScalars, DType
-from megatron_dos.kernels.threads import cpus_for, default_threads
+from megatron_dos.node.threads import cpus_for, default_threads
 
 __all__ = ["Piece", "Ticket", "adamw", "adamw_pieces", "describe", "pool", "submit"]
 

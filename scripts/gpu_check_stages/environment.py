@@ -88,7 +88,7 @@ def _software() -> dict[str, Any]:
 
 def _cpu(context: Context) -> dict[str, Any]:
     from megatron_dos.kernels import cpu
-    from megatron_dos.kernels.threads import default_threads
+    from megatron_dos.node.threads import default_threads
 
     fields: dict[str, str] = {}
     packages = set()
@@ -124,8 +124,8 @@ def _host_memory() -> dict[str, Any]:
 
 
 def _numa(context: Context) -> dict[str, Any]:
-    from megatron_dos.kernels import gpu
-    from megatron_dos.kernels.threads import memory_node
+    from megatron_dos.node import gpu
+    from megatron_dos.node.threads import memory_node
 
     nodes = {
         path.parent.name: path.read_text().strip()

@@ -11,7 +11,7 @@ import time
 import torch
 
 from gpu_check_stages.context import Context, median
-from megatron_dos.kernels import cpu, device_kernel, elementwise_adam, slab
+from megatron_dos.kernels import cpu, device_kernel, elementwise_adam
 from megatron_dos.lane_rates import (
     HostUpdate,
     Links,
@@ -19,6 +19,7 @@ from megatron_dos.lane_rates import (
     link_rates,
     rates_beside_copies,
 )
+from megatron_dos.node import slab
 from megatron_dos.perf_model import FUSED_PASS
 
 __all__ = ["run"]

@@ -329,7 +329,7 @@ def live_tensors(root: Any) -> Iterator[torch.Tensor]:
 
 def order_of_construction() -> list[str]:
     """What happens while an optimizer is built: the estimate is printed ("estimate"), memory taken ("memory")."""
-    from megatron_dos.kernels import slab
+    from megatron_dos.node import slab
 
     events: list[str] = []
 
@@ -354,7 +354,7 @@ def order_of_construction() -> list[str]:
 def refuse_what_does_not_fit() -> dict[str, Any]:
     """Build with one byte less than needed: the error, and how much memory had been taken by then."""
     from megatron_dos import engine, states
-    from megatron_dos.kernels import slab
+    from megatron_dos.node import slab
 
     run = FlatRun("bfloat16")
     needed = engine.host_bytes(run.inner._engine.partition, run.inner._engine.options)
@@ -430,7 +430,8 @@ def use_unchecked_adversarial_device() -> None:
 
 def threads_of_ranks(masks: list[list[int]], machines: str, folder: str) -> dict[str, Any]:
     """Let ranks with these masks, on these machines, meet without a word of their launcher."""
-    from megatron_dos.kernels import node, threads
+    from megatron_dos.node import ranks as node
+    from megatron_dos.node import threads
 
     rank = int(os.environ["RANK"])
     for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"):

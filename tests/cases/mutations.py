@@ -521,7 +521,7 @@ def states_are_held_twice(replace: Replace = setattr) -> None:
 
 def slabs_are_rounded_up_to_powers_of_two(replace: Replace = setattr) -> None:
     """Case 19: memory comes in blocks of powers of two, as from torch's own page-locked allocator."""
-    from megatron_dos.kernels import slab
+    from megatron_dos.node import slab
 
     original = slab.zeros
 
@@ -585,14 +585,14 @@ def steps_keep_their_staging(replace: Replace = setattr) -> None:
 
 def threads_follow_omp_num_threads(replace: Replace = setattr) -> None:
     """Case 20: as many threads as OMP_NUM_THREADS says, which torchrun sets to 1."""
-    for name in ("megatron_dos.kernels.threads", "megatron_dos.kernels.cpu"):
+    for name in ("megatron_dos.node.threads", "megatron_dos.kernels.cpu"):
         if name in sys.modules:
             replace(sys.modules[name], "default_threads", lambda: int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
 def every_rank_takes_all_cpus(replace: Replace = setattr) -> None:
     """Case 20: ranks do not divide the CPUs of their node."""
-    from megatron_dos.kernels import threads
+    from megatron_dos.node import threads
 
     replace(threads, "default_threads", lambda: len(os.sched_getaffinity(0)))
     replace(threads, "cpus_of_rank", lambda: sorted(os.sched_getaffinity(0)))
@@ -600,7 +600,7 @@ def every_rank_takes_all_cpus(replace: Replace = setattr) -> None:
 
 def cpus_are_divided_without_regard_to_nodes(replace: Replace = setattr) -> None:
     """Case 20: a rank's CPUs are the next ones, wherever its GPU hangs."""
-    from megatron_dos.kernels import placement
+    from megatron_dos.node import placement
 
     original = placement.divide_cpus
 
@@ -612,7 +612,7 @@ def cpus_are_divided_without_regard_to_nodes(replace: Replace = setattr) -> None
 
 def own_masks_are_divided_again(replace: Replace = setattr) -> None:
     """Case 20: a rank's CPUs are its mask over the ranks of the node, though its launcher has divided them already."""
-    from megatron_dos.kernels import placement
+    from megatron_dos.node import placement
 
     original = placement.divide_cpus
 
@@ -625,14 +625,14 @@ def own_masks_are_divided_again(replace: Replace = setattr) -> None:
 
 def ranks_do_not_meet(replace: Replace = setattr) -> None:
     """Case 20: without a LOCAL_WORLD_SIZE a rank takes itself for the only one of its node."""
-    from megatron_dos.kernels import node
+    from megatron_dos.node import ranks as node
 
     replace(node, "meet", lambda limit_s=None: None)
 
 
 def quotas_are_ignored(replace: Replace = setattr) -> None:
     """Case 20: the CPU quota of a container does not count."""
-    from megatron_dos.kernels import node
+    from megatron_dos.node import ranks as node
 
     replace(node, "cpu_quotas", dict)
 
@@ -641,7 +641,7 @@ def machines_are_told_apart_by_name(replace: Replace = setattr) -> None:
     """Case 20: machines of one host name are taken for one."""
     import socket
 
-    from megatron_dos.kernels import node
+    from megatron_dos.node import ranks as node
 
     replace(node, "machine_id", socket.gethostname)
 

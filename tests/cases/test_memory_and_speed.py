@@ -22,7 +22,9 @@ from shown_to_fail import fails_under
 from megatron_dos import _cpp_adam, engine
 from megatron_dos.device import cuda
 from megatron_dos.device.sim import SimDevice
-from megatron_dos.kernels import AdamScalars, control_groups, device_kernel, gpu, node, threads
+from megatron_dos.kernels import AdamScalars, device_kernel
+from megatron_dos.node import control_groups, gpu, threads
+from megatron_dos.node import ranks as node
 from megatron_dos.operations import StepInputs
 from megatron_dos.program import partition
 from megatron_dos.program.schedule import OpKind, Placement, Stream, SubgroupShape, build_program, mix

@@ -17,7 +17,8 @@ from shown_to_fail import fails_under
 
 from megatron_dos import engine
 from megatron_dos.device import cuda
-from megatron_dos.kernels import AdamScalars, device_kernel, reference, slab
+from megatron_dos.kernels import AdamScalars, device_kernel, reference
+from megatron_dos.node import slab
 from megatron_dos.operations import StepInputs
 from megatron_dos.program import partition
 from megatron_dos.program.schedule import OpKind, SubgroupShape, build_program, mix

@@ -29,7 +29,7 @@ STEPS_BEFORE = 2
 def share_slabs() -> None:
     """Map the states shared with forked processes, as they are where they are page-locked for a GPU."""
     from megatron_dos import _cpp_adam
-    from megatron_dos.kernels import slab
+    from megatron_dos.node import slab
 
     def zeros(numel: int, dtype: torch.dtype = torch.float32, pin: bool | None = None) -> torch.Tensor:
         if numel == 0:

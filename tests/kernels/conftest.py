@@ -6,7 +6,7 @@ import os
 import pytest
 
 from megatron_dos import _cpp_adam
-from megatron_dos.kernels.control_groups import control_groups
+from megatron_dos.node.control_groups import control_groups
 
 
 @pytest.fixture(params=_cpp_adam.supported_isas())

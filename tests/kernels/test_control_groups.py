@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dos.kernels import control_groups
+from megatron_dos.node import control_groups
 
 
 @pytest.fixture

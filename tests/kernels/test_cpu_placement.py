@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_dos.kernels.placement import RankFacts, divide_cpus, place
+from megatron_dos.node.placement import RankFacts, divide_cpus, place
 
 CPUS = range(96)
 NODES = {cpu: cpu // 48 for cpu in CPUS}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_dos import _cpp_adam
-from megatron_dos.kernels import gpu, slab, threads
+from megatron_dos.node import gpu, slab, threads
 
 HUGE = 2 * 2**20
 

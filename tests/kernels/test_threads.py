@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_dos.kernels import gpu, node, threads
-from megatron_dos.kernels.placement import RankFacts
+from megatron_dos.node import gpu, threads
+from megatron_dos.node import ranks as node
+from megatron_dos.node.placement import RankFacts
 
 TWO_SOCKETS = {cpu: cpu // 4 for cpu in range(8)}
 

@@ -13,8 +13,8 @@ import sys
 import torch
 
 from megatron_dos import _cpp_adam
-from megatron_dos.kernels import gpu
-from megatron_dos.kernels.threads import memory_node
+from megatron_dos.node import gpu
+from megatron_dos.node.threads import memory_node
 
 __all__ = ["zeros"]
 

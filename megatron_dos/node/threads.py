@@ -14,9 +14,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_dos.kernels import node
-from megatron_dos.kernels.node import Node
-from megatron_dos.kernels.placement import Placement, RankFacts, place
+from megatron_dos.node import ranks as node
+from megatron_dos.node.placement import Placement, RankFacts, place
+from megatron_dos.node.ranks import Node
 from megatron_dos.words import plural
 
 __all__ = [

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_dos.kernels import gpu
-from megatron_dos.kernels.control_groups import cpu_quotas
-from megatron_dos.kernels.placement import RankFacts
+from megatron_dos.node import gpu
+from megatron_dos.node.control_groups import cpu_quotas
+from megatron_dos.node.placement import RankFacts
 
 __all__ = ["LIMIT_S", "Node", "current", "local_rank", "meet"]
 
