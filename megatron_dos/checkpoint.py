@@ -58,7 +58,7 @@ from megatron_dos import torch_file
 from megatron_dos.node.threads import ranks_on_node
 from megatron_dos.refusal import Refusal
 from megatron_dos.state_stream import first_problem
-from megatron_dos.states import HostMemoryError
+from megatron_dos.update.memory import HostMemoryError
 from megatron_dos.words import gib, plural
 
 __all__ = [

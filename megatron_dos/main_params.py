@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megatron_dos.engine import UpdateEngine
+from megatron_dos.update.engine import UpdateEngine
 
 __all__ = ["answer_main_param"]
 

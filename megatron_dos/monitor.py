@@ -24,12 +24,12 @@ import torch
 
 from megatron_dos.arguments import DosOptions, UnsupportedOptionError, parse_steps
 from megatron_dos.device.stopwatch import Handlers, Stopwatch, TimedRun
-from megatron_dos.engine import UpdateEngine
 from megatron_dos.measure import StepFigures, SubgroupTraffic, bytes_moved, figures
 from megatron_dos.program.schedule import Op, OpKind, Program
 from megatron_dos.reporting import Training, report, training
 from megatron_dos.trace import Span, spans_of, write_chrome_trace
 from megatron_dos.tuner import Decision, ShareTuner
+from megatron_dos.update.engine import UpdateEngine
 
 __all__ = ["StepMonitor"]
 

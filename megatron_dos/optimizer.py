@@ -54,16 +54,13 @@ from megatron_dos.checkpoint import (
 from megatron_dos.deferred_grads import DeferredGrads
 from megatron_dos.device import CudaDevice, Device, HostDevice
 from megatron_dos.early_grads import EarlyGrads, may_change
-from megatron_dos.engine import EngineOptions, UpdateEngine, host_bytes, resident_parameters, staging_bytes
 from megatron_dos.kernels import AdamScalars, device_kernel
 from megatron_dos.kernels import cpu as cpu_kernel
 from megatron_dos.kernels.fp_environment import ieee_environment
-from megatron_dos.live_states import LiveStates, StateStore
 from megatron_dos.main_params import answer_main_param
 from megatron_dos.monitor import StepMonitor
 from megatron_dos.node import ranks as node
 from megatron_dos.node import threads
-from megatron_dos.operations import StepInputs
 from megatron_dos.param_gather import EarlyParamGather, is_possible
 from megatron_dos.perf_model import Workload
 from megatron_dos.program.partition import Partition, automatic_subgroup_size, owned_ranges, partition
@@ -78,6 +75,9 @@ from megatron_dos.reshardable import (
 )
 from megatron_dos.state_stream import Share, first_problem
 from megatron_dos.tuner import FirstChoice, first_choice
+from megatron_dos.update.engine import EngineOptions, UpdateEngine, host_bytes, resident_parameters, staging_bytes
+from megatron_dos.update.live_states import LiveStates, StateStore
+from megatron_dos.update.operations import StepInputs
 from megatron_dos.words import gib, plural
 
 __all__ = ["DeepStatesOptimizer", "HostAdam", "make_device"]

@@ -15,7 +15,7 @@ import torch
 
 from megatron_dos import checkpoint
 from megatron_dos.checkpoint import CheckpointError, Handouts, require_same_size, require_shared_memory, zero_padding
-from megatron_dos.states import HostMemoryError
+from megatron_dos.update.memory import HostMemoryError
 
 
 def views_of(states: torch.Tensor, *ranges: tuple[int, int]) -> list[torch.Tensor]:

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from megatron_dos.device import HostDevice
-from megatron_dos.engine import EngineOptions, UpdateEngine, host_bytes, resident_parameters, staging_bytes
 from megatron_dos.kernels import AdamScalars, device_kernel, reference
-from megatron_dos.operations import StepInputs
 from megatron_dos.program.partition import OwnedRange, partition
 from megatron_dos.program.schedule import OpKind, Placement, build_program
-from megatron_dos.states import STATES
+from megatron_dos.update.engine import EngineOptions, UpdateEngine, host_bytes, resident_parameters, staging_bytes
+from megatron_dos.update.memory import STATES
+from megatron_dos.update.operations import StepInputs
 
 SHAPES = ((1,), (3, 5), (17,), (64, 64), (129, 7), (512, 64))
 NUMELS = [int(np.prod(shape)) for shape in SHAPES]

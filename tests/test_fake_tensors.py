@@ -20,15 +20,15 @@ from test_cuda_device import Machine
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_dos import operations
 from megatron_dos.device import CudaDevice, HostDevice
 from megatron_dos.device import cuda as cuda_device
-from megatron_dos.engine import EngineOptions, UpdateEngine
 from megatron_dos.kernels import AdamScalars, device_kernel, elementwise_adam, library_adam
 from megatron_dos.node import slab
-from megatron_dos.operations import StepInputs, StepOperations
 from megatron_dos.program.partition import OwnedRange, partition
 from megatron_dos.program.schedule import OpKind, Stream
+from megatron_dos.update import operations
+from megatron_dos.update.engine import EngineOptions, UpdateEngine
+from megatron_dos.update.operations import StepInputs, StepOperations
 
 CUDA = torch.device("cuda", 0)
 NUMELS = (40, 100, 64, 1, 300)

@@ -517,8 +517,8 @@ def run_with_faults() -> dict[str, list[str]]:
     from megatron_dos import cpu_emulation
     from megatron_dos.device import CudaDevice
     from megatron_dos.kernels import elementwise_adam, triton_adam
-    from megatron_dos.operations import StepOperations
     from megatron_dos.program.schedule import OpKind
+    from megatron_dos.update.operations import StepOperations
 
     modules = {"kernels": kernels, "engine": engine, "memory": memory, "step_time": step_time}
     engine.DTYPES = {name: engine.DTYPES[name] for name in ("bf16 params and grads", "mixed")}

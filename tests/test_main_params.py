@@ -14,7 +14,7 @@ from test_engine import NUMELS, make_engine, random_params, scalars_at
 
 from megatron_dos import main_params
 from megatron_dos.main_params import answer_main_param
-from megatron_dos.operations import StepInputs
+from megatron_dos.update.operations import StepInputs
 
 
 def make(**options):

@@ -19,8 +19,8 @@ from megatron_dos.arguments import DosOptions, UnsupportedOptionError, parse_ste
 from megatron_dos.device import CudaDevice
 from megatron_dos.measure import LaneUse, StepFigures
 from megatron_dos.monitor import EVERY, FIRST, StepMonitor
-from megatron_dos.operations import StepInputs
 from megatron_dos.reporting import Training, line, report, scalars, training
+from megatron_dos.update.operations import StepInputs
 
 CPU = torch.device("cpu")
 FIGURES = StepFigures(

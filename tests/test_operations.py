@@ -12,14 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dos import operations, runs
 from megatron_dos.device import HostDevice
 from megatron_dos.device.sim import SimDevice
-from megatron_dos.engine import EngineOptions, UpdateEngine
 from megatron_dos.kernels import AdamScalars, device_kernel
-from megatron_dos.operations import StepInputs
 from megatron_dos.program.partition import OwnedRange, partition
 from megatron_dos.program.schedule import OpKind
+from megatron_dos.update import joining as runs
+from megatron_dos.update import operations
+from megatron_dos.update.engine import EngineOptions, UpdateEngine
+from megatron_dos.update.operations import StepInputs
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = (BF16, FP16, FP32)

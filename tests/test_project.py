@@ -85,7 +85,7 @@ def imported_modules(path: Path) -> Iterator[str]:
 
 
 def part_of(path: Path) -> str:
-    """'kernels' for megatron_dos/kernels/cpu.py, 'engine' for megatron_dos/engine.py."""
+    """'kernels' for megatron_dos/kernels/cpu.py, 'engine' for megatron_dos/update/engine.py."""
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
@@ -131,7 +131,7 @@ class Forbid:
         if name.split(".")[0] in ("megatron", "apex", "transformer_engine"):
             raise ImportError(name + " must not be needed")
 sys.meta_path.insert(0, Forbid())
-import megatron_dos, megatron_dos.arguments, megatron_dos.engine
+import megatron_dos, megatron_dos.arguments, megatron_dos.update.engine
 import torch
 assert not torch.cuda.is_initialized()
 """

@@ -15,8 +15,8 @@ import race_check
 
 from megatron_dos.device import HostDevice
 from megatron_dos.device.sim import SimDevice
-from megatron_dos.operations import StepOperations
 from megatron_dos.program import schedule
+from megatron_dos.update.operations import StepOperations
 
 
 @pytest.mark.parametrize("seed", range(1000, 1020))

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_dos import arguments, refusal
 from megatron_dos.checkpoint import CheckpointError
-from megatron_dos.states import DeviceMemoryError, HostMemoryError
+from megatron_dos.update.memory import DeviceMemoryError, HostMemoryError
 
 ROOT = Path(__file__).resolve().parent.parent
 HOOK = """

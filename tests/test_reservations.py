@@ -8,8 +8,8 @@ import os
 
 import pytest
 
-from megatron_dos import states
 from megatron_dos.node import reservations
+from megatron_dos.update import memory as states
 
 
 @pytest.fixture(autouse=True)

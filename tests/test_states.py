@@ -5,9 +5,9 @@ import psutil
 import pytest
 import torch
 
-from megatron_dos import states
-from megatron_dos.engine import EngineOptions, UpdateEngine, host_bytes, staging_bytes
 from megatron_dos.program.partition import OwnedRange, partition
+from megatron_dos.update import memory as states
+from megatron_dos.update.engine import EngineOptions, UpdateEngine, host_bytes, staging_bytes
 
 
 def test_refuses_what_does_not_fit_and_says_how_much_is_missing(monkeypatch):

@@ -19,10 +19,10 @@ from megatron_dos.device.clock import HostMemory, Rate, Sharing, Timeline, durat
 from megatron_dos.device.sim import SimDevice
 from megatron_dos.machine import preset
 from megatron_dos.measure import SubgroupTraffic, figures
-from megatron_dos.operations import StepInputs
 from megatron_dos.perf_model import Workload, choose
 from megatron_dos.program.schedule import OpKind, Placement, Program, SubgroupShape, build_program, mix
 from megatron_dos.tuner import MOST_MOVES, RECENT, START_SHARE, ShareTuner, first_choice
+from megatron_dos.update.operations import StepInputs
 
 NUMEL = 100_000_000
 SOON = 8  # steps

@@ -136,7 +136,7 @@ def sizes_for(ranks: int, threads: int = 0) -> Sizes:
     Raises:
         CommandError: that leaves too little to measure with.
     """
-    from megatron_dos.states import available_host_memory
+    from megatron_dos.update.memory import available_host_memory
 
     wanted = Sizes(threads=threads)
     room = available_host_memory() // 2 // ranks

@@ -14,10 +14,10 @@ import torch
 
 from gpu_check_stages.context import Context
 from megatron_dos.device import CudaDevice
-from megatron_dos.engine import EngineOptions, UpdateEngine, host_bytes
 from megatron_dos.kernels import AdamScalars, device_kernel
-from megatron_dos.operations import StepInputs
 from megatron_dos.program.partition import OwnedRange, partition
+from megatron_dos.update.engine import EngineOptions, UpdateEngine, host_bytes
+from megatron_dos.update.operations import StepInputs
 
 __all__ = ["run"]
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from megatron_dos.engine import UpdateEngine
-from megatron_dos.operations import StepInputs, StepOperations
 from megatron_dos.program.schedule import Op, Placement, Program
+from megatron_dos.update.engine import UpdateEngine
+from megatron_dos.update.operations import StepInputs, StepOperations
 
 __all__ = ["HybridOptimizer", "NotImportableError", "Resident", "ResidentOperations"]
 

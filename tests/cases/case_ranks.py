@@ -287,7 +287,7 @@ def parse(command_lines: dict[str, list[str]]) -> dict[str, str]:
 
 def memory_of_states() -> dict[str, Any]:
     """Bytes of host memory behind the states and the staging, and where they are."""
-    from megatron_dos import engine
+    from megatron_dos.update import engine
 
     use_adversarial_device()
     run = FlatRun("bfloat16", dos_gpu_share=0.5)
@@ -353,8 +353,9 @@ def order_of_construction() -> list[str]:
 
 def refuse_what_does_not_fit() -> dict[str, Any]:
     """Build with one byte less than needed: the error, and how much memory had been taken by then."""
-    from megatron_dos import engine, states
     from megatron_dos.node import slab
+    from megatron_dos.update import engine
+    from megatron_dos.update import memory as states
 
     run = FlatRun("bfloat16")
     needed = engine.host_bytes(run.inner._engine.partition, run.inner._engine.options)

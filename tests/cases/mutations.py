@@ -269,7 +269,7 @@ def copies_wait_for_their_own_stream_only(replace: Replace = setattr) -> None:
 
 def _without_waits(replace: Replace, of: Callable[[Any], bool]) -> None:
     """Programs in which the operations of some kinds wait for no other stream."""
-    from megatron_dos import engine
+    from megatron_dos.update import engine
 
     original = engine.build_program
 
@@ -315,8 +315,8 @@ def steps_are_counted_by_the_kernel(replace: Replace = setattr) -> None:
 
 def every_place_counts_its_own_steps(replace: Replace = setattr) -> None:
     """Case 7: each call of the CPU kernel is a step of its own, so subgroups are at different steps."""
-    from megatron_dos import operations
     from megatron_dos.kernels import AdamScalars
+    from megatron_dos.update import operations
 
     original = operations.cpu_kernel.submit
     calls = [0]
@@ -391,7 +391,7 @@ def updates_start_before_grads_are_checked(replace: Replace = setattr) -> None:
 
 def grads_come_from_another_attribute(replace: Replace = setattr) -> None:
     """Case 11: the update reads a buffer of the grad's shape into which nothing is reduced."""
-    from megatron_dos.engine import UpdateEngine
+    from megatron_dos.update.engine import UpdateEngine
 
     original = UpdateEngine.update
 
@@ -451,7 +451,7 @@ def states_hold_a_number(replace: Replace = setattr) -> None:
 
 def new_params_are_staged_in_bf16(replace: Replace = setattr) -> None:
     """Case 15: whatever the dtype of a param, its new values pass through a slot in bf16."""
-    from megatron_dos.operations import StepOperations
+    from megatron_dos.update.operations import StepOperations
 
     original = StepOperations._param
 
@@ -550,7 +550,7 @@ def estimate_comes_too_late(replace: Replace = setattr) -> None:
 
 def nobody_asks_whether_states_fit(replace: Replace = setattr) -> None:
     """Case 19: memory is taken without a look at what there is."""
-    from megatron_dos import engine
+    from megatron_dos.update import engine
 
     replace(engine, "require_host_memory", lambda needed: None)
 
@@ -571,7 +571,7 @@ def saves_keep_a_copy(replace: Replace = setattr) -> None:
 
 def steps_keep_their_staging(replace: Replace = setattr) -> None:
     """Case 19: the device memory that a step takes is not given back."""
-    from megatron_dos.operations import StepOperations
+    from megatron_dos.update.operations import StepOperations
 
     original = StepOperations.__init__
     kept: list[Any] = []
@@ -666,8 +666,8 @@ def params_are_not_split(replace: Replace = setattr) -> None:
 
 def denormals_stay_in_the_moments(replace: Replace = setattr) -> None:
     """Case 22: both kernels lack the rule that sets moments below the smallest normal number to zero."""
-    from megatron_dos import operations
     from megatron_dos.kernels import device_kernel, reference
+    from megatron_dos.update import operations
 
     class Done:
         def wait(self) -> None: ...

@@ -19,15 +19,16 @@ import torch
 from case_runs import arguments_of, in_ranks, prepare
 from shown_to_fail import fails_under
 
-from megatron_dos import _cpp_adam, engine
+from megatron_dos import _cpp_adam
 from megatron_dos.device import cuda
 from megatron_dos.device.sim import SimDevice
 from megatron_dos.kernels import AdamScalars, device_kernel
 from megatron_dos.node import control_groups, gpu, threads
 from megatron_dos.node import ranks as node
-from megatron_dos.operations import StepInputs
 from megatron_dos.program import partition
 from megatron_dos.program.schedule import OpKind, Placement, Stream, SubgroupShape, build_program, mix
+from megatron_dos.update import engine
+from megatron_dos.update.operations import StepInputs
 from megatron_dos.words import plural
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -205,7 +206,7 @@ starts = ("subprocess.Popen", "os.posix_spawn", "os.exec", "os.fork", "os.system
 sys.addaudithook(lambda event, args: started.append((event, args)) if event in starts else None)
 from megatron_dos import engine, partition
 from megatron_dos.kernels import AdamScalars, cpu
-from megatron_dos.operations import StepInputs
+from megatron_dos.update.operations import StepInputs
 if sys.argv[1:]:
     sys.path[:0] = sys.argv[2:]
     import mutations

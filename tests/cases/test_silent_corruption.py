@@ -15,13 +15,13 @@ from case_runs import CHECKPOINT_FORMATS, arguments_of, different_ends, in_ranks
 from harness import PRECISIONS, TINY, CaseFailure, differences, same_bits
 from shown_to_fail import fails_under
 
-from megatron_dos import engine
 from megatron_dos.device import cuda
 from megatron_dos.kernels import AdamScalars, device_kernel, reference
 from megatron_dos.node import slab
-from megatron_dos.operations import StepInputs
 from megatron_dos.program import partition
 from megatron_dos.program.schedule import OpKind, SubgroupShape, build_program, mix
+from megatron_dos.update import engine
+from megatron_dos.update.operations import StepInputs
 
 # ---- 1: weights loaded after the optimizer was built ----------------------------------------------------------------
 

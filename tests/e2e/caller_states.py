@@ -277,21 +277,21 @@ def private_counter() -> None:
 
 
 def nothing_is_replaced() -> None:
-    from megatron_dos.live_states import StateStore
+    from megatron_dos.update.live_states import StateStore
 
     StateStore.replace = lambda self, owner, states, whole=True: None
 
 
 def copies_stay_copies() -> None:
     """What is no view of the states is not written back."""
-    from megatron_dos.live_states import HandedOut
+    from megatron_dos.update.live_states import HandedOut
 
     HandedOut.settle = lambda self, owner: None
 
 
 def held_is_not_kept() -> None:
     """What a caller holds changes with the states that replace it."""
-    from megatron_dos.live_states import HandedOut, LiveStates, ShardStates
+    from megatron_dos.update.live_states import HandedOut, LiveStates, ShardStates
 
     HandedOut.let_go = lambda self, owner, names: None
     ShardStates.keep = LiveStates.keep = lambda self: None

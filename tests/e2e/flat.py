@@ -462,7 +462,7 @@ def resident_states_that_leave_the_device() -> list[bool]:
 
 def a_step_that_fails_in_the_middle(filename: str) -> dict[str, Any]:
     """The second subgroup cannot be updated: what step and saves say after that, and after a load."""
-    from megatron_dos.operations import StepOperations
+    from megatron_dos.update.operations import StepOperations
 
     run = FlatRun("bfloat16")
     run.step(random_grads(1))

@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import dlpack
 
 if TYPE_CHECKING:
-    from megatron_dos.engine import UpdateEngine
+    from megatron_dos.update.engine import UpdateEngine
 
 __all__ = ["HandedOut", "LiveStates", "ShardStates", "StateStore"]
 

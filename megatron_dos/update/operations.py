@@ -17,11 +17,11 @@ from megatron_dos.kernels import AdamScalars
 from megatron_dos.kernels import cpu as cpu_kernel
 from megatron_dos.program.partition import Piece, Subgroup
 from megatron_dos.program.schedule import Op, OpKind, Placement, Program, Resource
-from megatron_dos.states import STATES
+from megatron_dos.update.memory import STATES
 
 if TYPE_CHECKING:
-    from megatron_dos.engine import UpdateEngine
-    from megatron_dos.runs import Runs
+    from megatron_dos.update.engine import UpdateEngine
+    from megatron_dos.update.joining import Runs
 
 __all__ = ["StepInputs", "StepOperations", "send_grads"]
 

@@ -20,9 +20,7 @@ import torch
 from megatron_dos.device import Device, HostDevice
 from megatron_dos.device.stopwatch import Handlers
 from megatron_dos.kernels.device_kernel import DeviceKernel
-from megatron_dos.live_states import HandedOut, copy_into
 from megatron_dos.node import slab
-from megatron_dos.operations import StepInputs, StepOperations, send_grads
 from megatron_dos.program.partition import Partition
 from megatron_dos.program.schedule import (
     Op,
@@ -35,8 +33,9 @@ from megatron_dos.program.schedule import (
     every_kth_on_device,
     mix,
 )
-from megatron_dos.runs import Places, Runs
-from megatron_dos.states import (
+from megatron_dos.update.joining import Places, Runs
+from megatron_dos.update.live_states import HandedOut, copy_into
+from megatron_dos.update.memory import (
     BYTES_PER_PARAMETER,
     STATES,
     HostStates,
@@ -44,6 +43,7 @@ from megatron_dos.states import (
     host_memory_taken,
     require_host_memory,
 )
+from megatron_dos.update.operations import StepInputs, StepOperations, send_grads
 
 __all__ = ["EngineOptions", "UpdateEngine", "host_bytes", "resident_parameters", "staging_bytes"]
 
