@@ -32,7 +32,6 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-from megatron_dos import parameter_file
 from megatron_dos.arguments import (
     AUTOMATIC_EARLY_SLOTS,
     DosOptions,
@@ -41,7 +40,8 @@ from megatron_dos.arguments import (
     validate_optimizer,
 )
 from megatron_dos.calibration import cached_machine
-from megatron_dos.checkpoint import (
+from megatron_dos.checkpointing import parameter_file
+from megatron_dos.checkpointing.loads import (
     CheckpointError,
     Handouts,
     LoadsInPlace,
@@ -51,6 +51,16 @@ from megatron_dos.checkpoint import (
     share_handouts,
     zero_padding,
 )
+from megatron_dos.checkpointing.reshardable import (
+    joined,
+    may_be_cut,
+    misplaced,
+    put_padding_back,
+    sharded_boxes,
+    slices_of,
+    tensors_of,
+)
+from megatron_dos.checkpointing.state_stream import Share, first_problem
 from megatron_dos.deferred_grads import DeferredGrads
 from megatron_dos.device import CudaDevice, Device, HostDevice
 from megatron_dos.early_grads import EarlyGrads, may_change
@@ -64,16 +74,6 @@ from megatron_dos.node import threads
 from megatron_dos.param_gather import EarlyParamGather, is_possible
 from megatron_dos.perf_model import Workload
 from megatron_dos.program.partition import Partition, automatic_subgroup_size, owned_ranges, partition
-from megatron_dos.reshardable import (
-    joined,
-    may_be_cut,
-    misplaced,
-    put_padding_back,
-    sharded_boxes,
-    slices_of,
-    tensors_of,
-)
-from megatron_dos.state_stream import Share, first_problem
 from megatron_dos.tuner import FirstChoice, first_choice
 from megatron_dos.update.engine import EngineOptions, UpdateEngine, host_bytes, resident_parameters, staging_bytes
 from megatron_dos.update.live_states import LiveStates, StateStore

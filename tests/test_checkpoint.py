@@ -13,8 +13,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_dos import checkpoint
-from megatron_dos.checkpoint import CheckpointError, Handouts, require_same_size, require_shared_memory, zero_padding
+from megatron_dos.checkpointing import loads as checkpoint
+from megatron_dos.checkpointing.loads import (
+    CheckpointError,
+    Handouts,
+    require_same_size,
+    require_shared_memory,
+    zero_padding,
+)
 from megatron_dos.update.memory import HostMemoryError
 
 

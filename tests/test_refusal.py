@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dos import arguments, refusal
-from megatron_dos.checkpoint import CheckpointError
+from megatron_dos.checkpointing.loads import CheckpointError
 from megatron_dos.update.memory import DeviceMemoryError, HostMemoryError
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -13,8 +13,16 @@ from hypothesis import strategies as st
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
-from megatron_dos import reshardable
-from megatron_dos.reshardable import Slice, boxes, joined, misplaced, put_padding_back, sharded_boxes, slices_of
+from megatron_dos.checkpointing import reshardable
+from megatron_dos.checkpointing.reshardable import (
+    Slice,
+    boxes,
+    joined,
+    misplaced,
+    put_padding_back,
+    sharded_boxes,
+    slices_of,
+)
 
 SHAPES = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 

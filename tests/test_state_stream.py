@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dos import state_stream
-from megatron_dos.state_stream import Share
+from megatron_dos.checkpointing import state_stream
+from megatron_dos.checkpointing.state_stream import Share
 
 BUCKETS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 30)), max_size=4)  # of a rank; padding
 

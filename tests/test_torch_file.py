@@ -12,8 +12,8 @@ import psutil
 import pytest
 import torch
 
-from megatron_dos import torch_file
-from megatron_dos.torch_file import FlatTensor
+from megatron_dos.checkpointing import torch_file
+from megatron_dos.checkpointing.torch_file import FlatTensor
 
 SIZES = {"param": 1000, "exp_avg": 3, "exp_avg_sq": 70_000}
 

@@ -97,7 +97,7 @@ def empty_groups_have_no_step(replace: Replace = setattr) -> None:
 
 def loads_leave_the_masters_behind(replace: Replace = setattr) -> None:
     """Case 3: the moments are loaded, the masters are not."""
-    from megatron_dos import parameter_file
+    from megatron_dos.checkpointing import parameter_file
     from megatron_dos.optimizer import DeepStatesOptimizer
 
     load_content = parameter_file.load_content
@@ -150,7 +150,7 @@ def gathered_states_lose_their_padding(replace: Replace = setattr) -> None:
 
 def forked_writers_see_later_steps(replace: Replace = setattr) -> None:
     """Case 4: what a save has handed out is not copied before a writer is forked."""
-    from megatron_dos import checkpoint
+    from megatron_dos.checkpointing import loads as checkpoint
 
     replace(checkpoint.Handouts, "detach", lambda handouts: 0)
 

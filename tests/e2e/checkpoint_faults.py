@@ -73,7 +73,7 @@ def written_while_stepping(
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
-    from megatron_dos import checkpoint
+    from megatron_dos.checkpointing import loads as checkpoint
 
     target = Path(folder) / f"{persistent}-{shared}-{protected}"
     gate = target.with_suffix(".go")
@@ -233,7 +233,7 @@ def kill_in_the_second_save() -> None:
     """Before set-up: rank 1 is killed with the second checkpoint half written (`torch`: the first rank, who writes)."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-    from megatron_dos import torch_file
+    from megatron_dos.checkpointing import torch_file
 
     saves = {"count": 0}
     write, plain = FileSystemWriterAsync.write_preloaded_data, torch_file.write

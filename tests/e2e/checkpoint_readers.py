@@ -55,7 +55,7 @@ def looks(folder: str, layout: str, times: int = 1, alone: bool = False) -> list
     Args:
         alone: what lets one rank look for all is taken away.
     """
-    from megatron_dos import checkpoint
+    from megatron_dos.checkpointing import loads as checkpoint
 
     if alone:
         checkpoint._asked_once = lambda question, answer: answer()
@@ -96,7 +96,7 @@ def with_flipped_bits(folder: str, layout: str, protected: bool = True) -> list[
     Args:
         protected: false takes the comparison with the checksums away.
     """
-    from megatron_dos import torch_file
+    from megatron_dos.checkpointing import torch_file
 
     if not protected:
         torch_file.check_stream = lambda content: None

@@ -19,7 +19,7 @@ import torch
 from checkpoint_faults import reason_of
 from flat import FlatRun, random_grads
 
-from megatron_dos import state_stream, torch_file
+from megatron_dos.checkpointing import state_stream, torch_file
 
 FILE = "distrib_optim.pt"
 

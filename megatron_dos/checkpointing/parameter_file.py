@@ -21,10 +21,10 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_dos import torch_file
-from megatron_dos.checkpoint import CheckpointError
+from megatron_dos.checkpointing import torch_file
+from megatron_dos.checkpointing.loads import CheckpointError
+from megatron_dos.checkpointing.state_stream import Share, first_problem, gather, scatter
 from megatron_dos.files import new_file, remove_leftovers
-from megatron_dos.state_stream import Share, first_problem, gather, scatter
 
 __all__ = ["Owner", "Shares", "load", "load_content", "save"]
 
