@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_dos.device.clock import Timeline
-from megatron_dos.perf_model import STATE_BYTES
+from megatron_dos.planning.clock import Timeline
+from megatron_dos.planning.model import STATE_BYTES
 from megatron_dos.program.schedule import STAGING, Op, OpKind, Placement, Resource
 
 __all__ = [

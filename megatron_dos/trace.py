@@ -28,7 +28,7 @@ from megatron_dos.program.schedule import OpKind
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from megatron_dos.device.clock import Timeline
+    from megatron_dos.planning.clock import Timeline
     from megatron_dos.program.schedule import Op
 
 __all__ = [

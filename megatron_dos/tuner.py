@@ -31,10 +31,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from megatron_dos.device.clock import FULL_DUPLEX, HostMemory, Rate, Sharing, durations, simulate
-from megatron_dos.machine import Machine
 from megatron_dos.measure import StepFigures, SubgroupTraffic
-from megatron_dos.perf_model import STATE_BYTES, MemoryFitError, Workload, choose
+from megatron_dos.planning.clock import FULL_DUPLEX, HostMemory, Rate, Sharing, durations, simulate
+from megatron_dos.planning.machine import Machine
+from megatron_dos.planning.model import STATE_BYTES, MemoryFitError, Workload, choose
 from megatron_dos.program.schedule import OpKind, Placement, Program
 
 __all__ = ["START_SHARE", "Decision", "FirstChoice", "ShareTuner", "first_choice"]

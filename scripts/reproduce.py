@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from megatron_dos import rivals
-from megatron_dos.device.clock import Timeline
-from megatron_dos.machine import Machine, preset
-from megatron_dos.perf_model import FUSED_PASS, Workload
-from megatron_dos.rivals import Overheads
+from megatron_dos.planning import rivals
+from megatron_dos.planning.clock import Timeline
+from megatron_dos.planning.machine import Machine, preset
+from megatron_dos.planning.model import FUSED_PASS, Workload
+from megatron_dos.planning.rivals import Overheads
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLISHED = ROOT / "scripts" / "published.csv"
@@ -320,7 +320,7 @@ def constants() -> list[str]:
         (
             "host memory that CPU passes touch, bytes a parameter",
             (rivals.PASSES, rivals.PASSES),
-            "counted: megatron_dos/rivals.py",
+            "counted: megatron_dos/planning/rivals.py",
         ),
     ):
         lines.append(f"| {name} | {values[0]:.3g} | {values[1]:.3g} | {source} |")

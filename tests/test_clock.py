@@ -12,15 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dos.device.clock import (
-    FULL_DUPLEX,
-    HostMemory,
-    Rate,
-    Sharing,
-    durations,
-    fair_parts,
-    simulate,
-)
+from megatron_dos.planning.clock import FULL_DUPLEX, HostMemory, Rate, Sharing, durations, fair_parts, simulate
 from megatron_dos.program.schedule import (
     OpKind,
     Placement,

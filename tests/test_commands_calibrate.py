@@ -20,7 +20,7 @@ from megatron_dos import calibration, cli
 from megatron_dos.calibration import cache_file, cached_machine, fingerprint, store
 from megatron_dos.calibration_worker import GPU_PHASES, HOST_PHASES, Sizes
 from megatron_dos.commands import CommandError, calibrate
-from megatron_dos.machine import Machine, load, preset
+from megatron_dos.planning.machine import Machine, load, preset
 from megatron_dos.update import memory as states
 
 TINY = Sizes(update=1 << 14, copy_bytes=1 << 16, gpu_update=1 << 14, matmul=64, threads=1)

@@ -180,7 +180,7 @@ def test_packages_that_are_not_there_are_notes(monkeypatch):
 
 
 def test_calibration_is_looked_up(monkeypatch):
-    from megatron_dos.machine import preset
+    from megatron_dos.planning.machine import preset
 
     assert findings()["calibration"].way_out == "megatron-dos calibrate"
     monkeypatch.setattr(calibration, "cached_machine", lambda: preset("h200"))

@@ -9,8 +9,10 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_dos import cli, perf_model, rivals
-from megatron_dos.machine import preset
+from megatron_dos import cli
+from megatron_dos.planning import model as perf_model
+from megatron_dos.planning import rivals
+from megatron_dos.planning.machine import preset
 
 ARGUMENTS = ["plan", "--model", "20b", "--gpus", "4", "--tensor-parallel", "2", "--machine", "h100-pcie5"]
 ARGUMENTS += ["--subgroup-size", "100000000"]

@@ -9,10 +9,11 @@ import sys
 import pytest
 from test_trace import check_schema
 
-from megatron_dos import cli, rivals, trace
+from megatron_dos import cli, trace
 from megatron_dos.commands import simulate
 from megatron_dos.commands.text import count, short
-from megatron_dos.machine import preset
+from megatron_dos.planning import rivals
+from megatron_dos.planning.machine import preset
 
 SMALL = ["simulate", "--parameters", "2e9", "--gpus", "4", "--machine", "h100-pcie5"]
 

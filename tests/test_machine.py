@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dos import machine as machines
-from megatron_dos.machine import Machine, MachineError, load, preset, preset_names
-from megatron_dos.perf_model import FUSED_PASS
+from megatron_dos.planning import machine as machines
+from megatron_dos.planning.machine import Machine, MachineError, load, preset, preset_names
+from megatron_dos.planning.model import FUSED_PASS
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -11,9 +11,9 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_dos import rivals
-from megatron_dos.machine import Machine, preset, preset_names
-from megatron_dos.perf_model import (
+from megatron_dos.planning import rivals
+from megatron_dos.planning.machine import Machine, preset, preset_names
+from megatron_dos.planning.model import (
     HostPath,
     MemoryFitError,
     Workload,

@@ -15,11 +15,11 @@ import pytest
 import torch
 from test_engine import NUMELS, Expected, assert_same_bits, make_engine, random_params, scalars_at
 
-from megatron_dos.device.clock import HostMemory, Rate, Sharing, Timeline, durations, simulate
 from megatron_dos.device.sim import SimDevice
-from megatron_dos.machine import preset
 from megatron_dos.measure import SubgroupTraffic, figures
-from megatron_dos.perf_model import Workload, choose
+from megatron_dos.planning.clock import HostMemory, Rate, Sharing, Timeline, durations, simulate
+from megatron_dos.planning.machine import preset
+from megatron_dos.planning.model import Workload, choose
 from megatron_dos.program.schedule import OpKind, Placement, Program, SubgroupShape, build_program, mix
 from megatron_dos.tuner import MOST_MOVES, RECENT, START_SHARE, ShareTuner, first_choice
 from megatron_dos.update.operations import StepInputs

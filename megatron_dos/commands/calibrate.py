@@ -25,7 +25,7 @@ from megatron_dos.calibration_worker import GPU_PHASES, HOST_PHASES, Sizes
 from megatron_dos.commands import CommandError
 from megatron_dos.commands.text import table
 from megatron_dos.files import new_file
-from megatron_dos.machine import Machine, MachineError, preset
+from megatron_dos.planning.machine import Machine, MachineError, preset
 from megatron_dos.words import gib, plural
 
 __all__ = ["Ranks", "add", "measure", "run", "sizes_for"]
@@ -279,7 +279,7 @@ def _machine(
     fingerprint: str,
 ) -> Machine:
     """The machine, from the medians of each rank in each phase, and from `fallback`."""
-    from megatron_dos.perf_model import FUSED_PASS
+    from megatron_dos.planning.model import FUSED_PASS
 
     when = f"measured {datetime.date.today().isoformat()}, {ranks} rank{'s' if ranks > 1 else ''} at once"
     values: dict[str, float] = {}

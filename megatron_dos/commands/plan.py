@@ -19,8 +19,8 @@ from megatron_dos.commands.text import short, table, wrapped
 from megatron_dos.words import gib, plural
 
 if TYPE_CHECKING:
-    from megatron_dos.device.clock import Timeline
-    from megatron_dos.perf_model import Choice, Memory
+    from megatron_dos.planning.clock import Timeline
+    from megatron_dos.planning.model import Choice, Memory
 
 __all__ = ["add", "run"]
 
@@ -86,8 +86,8 @@ class _System:
 
 
 def _plan(scenario: Scenario) -> dict[str, Any]:
-    from megatron_dos import rivals
-    from megatron_dos.perf_model import MemoryFitError, choose
+    from megatron_dos.planning import rivals
+    from megatron_dos.planning.model import MemoryFitError, choose
 
     machine, work, share = scenario.machine, scenario.work, Fraction(scenario.resident_share)
     free = machine.gpu_memory - scenario.params - scenario.grads
@@ -204,8 +204,8 @@ def _or_narrower_grads(scenario: Scenario) -> str:
 
 
 def _our_step(scenario: Scenario, choice: Choice, free_gpu_memory: float) -> Timeline:
-    from megatron_dos import rivals
-    from megatron_dos.perf_model import on_the_clock, program_for
+    from megatron_dos.planning import rivals
+    from megatron_dos.planning.model import on_the_clock, program_for
 
     machine, work = scenario.machine, scenario.work
     if not scenario.asked:

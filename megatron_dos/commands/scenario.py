@@ -19,13 +19,13 @@ from megatron_dos.commands import CommandError
 from megatron_dos.commands.megatron_flags import Job
 from megatron_dos.commands.models import Stage, stages, total_parameters
 from megatron_dos.commands.text import short
-from megatron_dos.machine import Machine, MachineError, load, preset, preset_names
+from megatron_dos.planning.machine import Machine, MachineError, load, preset, preset_names
 from megatron_dos.trace import Span, spans_of
 from megatron_dos.words import plural
 
 if TYPE_CHECKING:
-    from megatron_dos.device.clock import Timeline
-    from megatron_dos.perf_model import Workload
+    from megatron_dos.planning.clock import Timeline
+    from megatron_dos.planning.model import Workload
 
 __all__ = [
     "MOST_PARAMETERS",
@@ -103,7 +103,7 @@ class Scenario:
     @property
     def states(self) -> int:
         """Bytes of the states that a rank owns."""
-        from megatron_dos.perf_model import STATE_BYTES
+        from megatron_dos.planning.model import STATE_BYTES
 
         return STATE_BYTES * self.stage.owned
 
@@ -309,7 +309,7 @@ def _check_owned(name: str, owned: int) -> None:
 
 def _work(machine: Machine, settings: DosOptions, early_grads: bool, owned: int, gpus: int) -> Workload:
     """The update of a rank with FP32 grads and 16-bit params."""
-    from megatron_dos.perf_model import Workload
+    from megatron_dos.planning.model import Workload
 
     return Workload(
         parameters=owned,

@@ -29,7 +29,7 @@ from megatron_dos.files import new_files
 from megatron_dos.words import plural
 
 if TYPE_CHECKING:
-    from megatron_dos.device.clock import Timeline
+    from megatron_dos.planning.clock import Timeline
 
 __all__ = ["add", "run"]
 
@@ -144,7 +144,7 @@ def _scenario(options: argparse.Namespace) -> Scenario:
 
 
 def _timelines(scenario: Scenario, options: argparse.Namespace) -> Iterator[tuple[str, Timeline]]:
-    from megatron_dos import rivals
+    from megatron_dos.planning import rivals
 
     resident = Fraction(scenario.resident_share)
     chosen = [name for name in (_OURS, *RIVALS) if "all" in options.programs or _slug(name) in options.programs]
@@ -165,7 +165,7 @@ def _asked(scenario: Scenario, options: argparse.Namespace) -> dict[str, float]:
 
 
 def _ours_as_asked(scenario: Scenario, options: argparse.Namespace, resident: Fraction) -> tuple[str, Timeline]:
-    from megatron_dos.perf_model import choose, on_the_clock, program_for
+    from megatron_dos.planning.model import choose, on_the_clock, program_for
 
     gpu = _asked(scenario, options)
     # Whether it fits is what `plan` tells: here memory has no end.

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_dos.device.clock import FULL_DUPLEX, Timeline
+from megatron_dos.planning.clock import FULL_DUPLEX, Timeline
 from megatron_dos.program.schedule import Op, OpKind, Program, Stream
 
 __all__ = ["Handlers", "Stopwatch", "TimedRun", "timeline"]

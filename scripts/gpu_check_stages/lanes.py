@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gpu_check_stages.context import Context
-from megatron_dos.device.clock import FULL_DUPLEX
+from megatron_dos.planning.clock import FULL_DUPLEX
 from megatron_dos.program.schedule import Op, OpKind, Program, Resource, Stream
 
 __all__ = ["Lanes", "union"]

@@ -20,7 +20,7 @@ from megatron_dos.lane_rates import (
     rates_beside_copies,
 )
 from megatron_dos.node import slab
-from megatron_dos.perf_model import FUSED_PASS
+from megatron_dos.planning.model import FUSED_PASS
 
 __all__ = ["run"]
 

@@ -23,8 +23,8 @@ from gpu_check_stages.context import Context, median
 from gpu_check_stages.lanes import Lanes
 from gpu_check_stages.rivals import HybridOptimizer, NotImportableError, Resident, ResidentOperations
 from megatron_dos.device import CudaDevice
-from megatron_dos.device.clock import Rate, durations, simulate
 from megatron_dos.kernels import AdamScalars, cpu, device_kernel
+from megatron_dos.planning.clock import Rate, durations, simulate
 from megatron_dos.program.partition import OwnedRange, automatic_subgroup_size, partition
 from megatron_dos.program.schedule import (
     OpKind,

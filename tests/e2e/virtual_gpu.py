@@ -13,9 +13,9 @@ def tune() -> None:
     import torch
 
     from megatron_dos import monitor, optimizer
-    from megatron_dos.device.clock import Rate, durations, simulate
     from megatron_dos.device.sim import SimDevice
     from megatron_dos.device.stopwatch import TimedRun
+    from megatron_dos.planning.clock import Rate, durations, simulate
     from megatron_dos.program.schedule import OpKind
 
     rates = {

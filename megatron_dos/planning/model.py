@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 
-from megatron_dos.device.clock import HostMemory, Rate, Sharing, Timeline, durations, fair_parts, simulate
-from megatron_dos.machine import Machine
+from megatron_dos.planning.clock import HostMemory, Rate, Sharing, Timeline, durations, fair_parts, simulate
+from megatron_dos.planning.machine import Machine
 from megatron_dos.program.partition import automatic_subgroup_size
 from megatron_dos.program.schedule import (
     OpKind,

@@ -22,9 +22,9 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from megatron_dos.device.clock import Timeline
-from megatron_dos.machine import Machine
-from megatron_dos.perf_model import (
+from megatron_dos.planning.clock import Timeline
+from megatron_dos.planning.machine import Machine
+from megatron_dos.planning.model import (
     HostPath,
     Memory,
     Workload,
