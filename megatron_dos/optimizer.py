@@ -39,7 +39,7 @@ from megatron_dos.arguments import (
     can_send_grads_early,
     validate_optimizer,
 )
-from megatron_dos.calibration import cached_machine
+from megatron_dos.calibration.cache import cached_machine
 from megatron_dos.checkpointing import parameter_file
 from megatron_dos.checkpointing.loads import (
     CheckpointError,

@@ -16,9 +16,10 @@ import time
 import megatron_trees
 import pytest
 
-from megatron_dos import calibration, cli
-from megatron_dos.calibration import cache_file, cached_machine, fingerprint, store
-from megatron_dos.calibration_worker import GPU_PHASES, HOST_PHASES, Sizes
+from megatron_dos import cli
+from megatron_dos.calibration import cache as calibration
+from megatron_dos.calibration.cache import cache_file, cached_machine, fingerprint, store
+from megatron_dos.calibration.worker import GPU_PHASES, HOST_PHASES, Sizes
 from megatron_dos.commands import CommandError, calibrate
 from megatron_dos.planning.machine import Machine, load, preset
 from megatron_dos.update import memory as states

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import megatron_dos.kernels
-from megatron_dos import __version__, calibration, cli, patching, supported
+from megatron_dos import __version__, cli, patching, supported
+from megatron_dos.calibration import cache as calibration
 from megatron_dos.commands import doctor
 
 

@@ -20,8 +20,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_dos import calibration
-from megatron_dos.calibration_worker import GPU_PHASES, HOST_PHASES, Sizes
+from megatron_dos.calibration import cache as calibration
+from megatron_dos.calibration.worker import GPU_PHASES, HOST_PHASES, Sizes
 from megatron_dos.commands import CommandError
 from megatron_dos.commands.text import table
 from megatron_dos.files import new_file
@@ -259,7 +259,7 @@ class Ranks:
 def _start(rank: int, ranks: int, errors: IO[str]) -> subprocess.Popen[str]:
     environment = {**os.environ, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
     return subprocess.Popen(
-        [sys.executable, "-m", "megatron_dos.calibration_worker"],
+        [sys.executable, "-m", "megatron_dos.calibration.worker"],
         env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_dos import __version__, calibration, patching
+from megatron_dos import __version__, patching
+from megatron_dos.calibration import cache as calibration
 from megatron_dos.commands.text import hanging, wrapped
 from megatron_dos.supported import MEGATRON, MEGATRON_PYTHON, TORCH
 from megatron_dos.words import gib, plural

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from megatron_dos import calibration
+from megatron_dos.calibration import cache as calibration
 from megatron_dos.commands import CommandError
 from megatron_dos.commands.megatron_flags import add_layout_flags, launch_flags, layout_overrides, read_job
 from megatron_dos.commands.models import KNOWN_MODELS

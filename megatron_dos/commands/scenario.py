@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_dos import calibration
 from megatron_dos.arguments import AUTOMATIC_EARLY_SLOTS, DosOptions
+from megatron_dos.calibration import cache as calibration
 from megatron_dos.commands import CommandError
 from megatron_dos.commands.megatron_flags import Job
 from megatron_dos.commands.models import Stage, stages, total_parameters

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron_dos.lane_rates import sleep_on_stream
+from megatron_dos.calibration.lane_rates import sleep_on_stream
 
 __all__ = ["Context", "Sizes", "median"]
 

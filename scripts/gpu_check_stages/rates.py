@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast each lane is, alone and beside the others: links, the update on the GPU, the update on the CPU.
 
-What measures is `megatron_dos.lane_rates`, with which `megatron-dos calibrate` measures, too.
+What measures is `megatron_dos.calibration.lane_rates`, with which `megatron-dos calibrate` measures, too.
 """
 
 from __future__ import annotations
@@ -11,14 +11,8 @@ import time
 import torch
 
 from gpu_check_stages.context import Context, median
+from megatron_dos.calibration.lane_rates import HostUpdate, Links, device_update_rate, link_rates, rates_beside_copies
 from megatron_dos.kernels import cpu, device_kernel, elementwise_adam
-from megatron_dos.lane_rates import (
-    HostUpdate,
-    Links,
-    device_update_rate,
-    link_rates,
-    rates_beside_copies,
-)
 from megatron_dos.node import slab
 from megatron_dos.planning.model import FUSED_PASS
 

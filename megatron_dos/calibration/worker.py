@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of a calibration: a process that prepares memory once and measures what it is asked to.
 
-`python -m megatron_dos.calibration_worker`, with the environment of a rank (LOCAL_RANK, LOCAL_WORLD_SIZE). Requests
+`python -m megatron_dos.calibration.worker`, with the environment of a rank (LOCAL_RANK, LOCAL_WORLD_SIZE). Requests
 come on stdin and answers go to stdout, a JSON object a line. The first request is the `Sizes`. Then, for each phase,
 one request names it, and is answered when this rank is ready for it; another says when it begins and how long it lasts,
 on the clock that all processes of a node share, so that all ranks measure at once. The process ends when stdin does.
@@ -50,8 +50,8 @@ class _Rank:
     def __init__(self, sizes: Sizes, has_gpu: bool) -> None:
         import torch
 
+        from megatron_dos.calibration.lane_rates import HostUpdate, Links, sleep_on_stream
         from megatron_dos.kernels import cpu
-        from megatron_dos.lane_rates import HostUpdate, Links, sleep_on_stream
         from megatron_dos.node import ranks as node
         from megatron_dos.node import threads
 
@@ -78,7 +78,7 @@ class _Rank:
         return getattr(self, f"_{phase}")()
 
     def _one_core(self) -> Callable[[], dict[str, float]]:
-        from megatron_dos.lane_rates import HostUpdate
+        from megatron_dos.calibration.lane_rates import HostUpdate
 
         update = HostUpdate(max(self.sizes.update // 8, 1), self.device, threads=1)
         return lambda: {"rate": update.numel / update()}
@@ -117,7 +117,7 @@ class _Rank:
 
     def _all(self) -> Callable[[], dict[str, float]]:
         """Host update and both directions at once."""
-        from megatron_dos.lane_rates import rates_beside_copies
+        from megatron_dos.calibration.lane_rates import rates_beside_copies
 
         def sample() -> dict[str, float]:
             rates = rates_beside_copies(self.links, self.update, parts=8, seconds=0.5)
@@ -139,8 +139,8 @@ class _Rank:
         return sample
 
     def _gpu_update(self) -> Callable[[], dict[str, float]]:
+        from megatron_dos.calibration.lane_rates import device_update_rate
         from megatron_dos.kernels import device_kernel
-        from megatron_dos.lane_rates import device_update_rate
 
         kernel = device_kernel.select("auto", self.links.device[0].device)
         return lambda: {"rate": device_update_rate(kernel, self.sizes.gpu_update, self.device, samples=5)}

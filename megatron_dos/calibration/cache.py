@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_dos.calibration_worker import gpu_count
+from megatron_dos.calibration.worker import gpu_count
 from megatron_dos.files import new_file
 from megatron_dos.planning.machine import Machine, MachineError, load
 from megatron_dos.version import RELEASE
