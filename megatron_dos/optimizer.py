@@ -68,13 +68,13 @@ from megatron_dos.kernels import AdamScalars, device_kernel
 from megatron_dos.kernels import cpu as cpu_kernel
 from megatron_dos.kernels.fp_environment import ieee_environment
 from megatron_dos.main_params import answer_main_param
-from megatron_dos.monitor import StepMonitor
 from megatron_dos.node import ranks as node
 from megatron_dos.node import threads
+from megatron_dos.observing.monitor import StepMonitor
+from megatron_dos.observing.tuner import FirstChoice, first_choice
 from megatron_dos.param_gather import EarlyParamGather, is_possible
 from megatron_dos.planning.model import Workload
 from megatron_dos.program.partition import Partition, automatic_subgroup_size, owned_ranges, partition
-from megatron_dos.tuner import FirstChoice, first_choice
 from megatron_dos.update.engine import EngineOptions, UpdateEngine, host_bytes, resident_parameters, staging_bytes
 from megatron_dos.update.live_states import LiveStates, StateStore
 from megatron_dos.update.operations import StepInputs

@@ -9,9 +9,10 @@ import sys
 import pytest
 from test_trace import check_schema
 
-from megatron_dos import cli, trace
+from megatron_dos import cli
 from megatron_dos.commands import simulate
 from megatron_dos.commands.text import count, short
+from megatron_dos.observing import trace
 from megatron_dos.planning import rivals
 from megatron_dos.planning.machine import preset
 

@@ -13,8 +13,8 @@ from test_clock import timed
 from virtual_cuda import CALL, VirtualCuda
 
 from megatron_dos.device import CudaDevice, HostDevice
-from megatron_dos.device.stopwatch import Stopwatch, timeline
-from megatron_dos.measure import SubgroupTraffic, bytes_moved, figures, slot_stalls
+from megatron_dos.observing.figures import SubgroupTraffic, bytes_moved, figures, slot_stalls
+from megatron_dos.observing.stopwatch import Stopwatch, timeline
 from megatron_dos.planning.clock import FULL_DUPLEX, Rate, Sharing, durations, simulate
 from megatron_dos.program.schedule import OpKind, Placement, Stream, SubgroupShape, build_program, mix
 

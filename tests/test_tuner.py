@@ -16,12 +16,12 @@ import torch
 from test_engine import NUMELS, Expected, assert_same_bits, make_engine, random_params, scalars_at
 
 from megatron_dos.device.sim import SimDevice
-from megatron_dos.measure import SubgroupTraffic, figures
+from megatron_dos.observing.figures import SubgroupTraffic, figures
+from megatron_dos.observing.tuner import MOST_MOVES, RECENT, START_SHARE, ShareTuner, first_choice
 from megatron_dos.planning.clock import HostMemory, Rate, Sharing, Timeline, durations, simulate
 from megatron_dos.planning.machine import preset
 from megatron_dos.planning.model import Workload, choose
 from megatron_dos.program.schedule import OpKind, Placement, Program, SubgroupShape, build_program, mix
-from megatron_dos.tuner import MOST_MOVES, RECENT, START_SHARE, ShareTuner, first_choice
 from megatron_dos.update.operations import StepInputs
 
 NUMEL = 100_000_000
@@ -255,7 +255,7 @@ def test_what_is_known_to_be_slow_is_not_tried():
 
 
 def test_thousands_of_subgroups_take_no_simulation(monkeypatch):
-    from megatron_dos import tuner as module
+    from megatron_dos.observing import tuner as module
 
     node = node_of(1000)
     ran = node.run(START_SHARE)

@@ -71,7 +71,8 @@ class VirtualCuda:
 
     def install(self, monkeypatch: Any) -> None:
         """Take the place of CUDA in the modules that use it."""
-        from megatron_dos.device import cuda, stopwatch
+        from megatron_dos.device import cuda
+        from megatron_dos.observing import stopwatch
 
         for name in ("Stream", "Event", "stream", "current_stream"):
             monkeypatch.setattr(cuda.torch.cuda, name, getattr(self, name))

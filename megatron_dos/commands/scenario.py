@@ -19,8 +19,8 @@ from megatron_dos.commands import CommandError
 from megatron_dos.commands.megatron_flags import Job
 from megatron_dos.commands.models import Stage, stages, total_parameters
 from megatron_dos.commands.text import short
+from megatron_dos.observing.trace import Span, spans_of
 from megatron_dos.planning.machine import Machine, MachineError, load, preset, preset_names
-from megatron_dos.trace import Span, spans_of
 from megatron_dos.words import plural
 
 if TYPE_CHECKING:
@@ -386,7 +386,7 @@ def sends_early(name: str, work: Workload) -> str:
 
 def iteration_spans(scenario: Scenario, system: str, timeline: Timeline) -> list[Span]:
     """Forward pass, backward pass with the grads that are sent during it, and the step, one after the other."""
-    from megatron_dos.measure import SubgroupTraffic, bytes_moved
+    from megatron_dos.observing.figures import SubgroupTraffic, bytes_moved
     from megatron_dos.program.schedule import OpKind, Placement
 
     work, passes, machine = scenario.work, scenario.passes, scenario.machine

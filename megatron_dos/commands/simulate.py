@@ -13,7 +13,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dos import __version__, trace
+from megatron_dos import __version__
 from megatron_dos.commands import CommandError
 from megatron_dos.commands.megatron_flags import add_layout_flags, layout_overrides, read_job
 from megatron_dos.commands.scenario import (
@@ -26,6 +26,7 @@ from megatron_dos.commands.scenario import (
 )
 from megatron_dos.commands.text import count, short, table, wrapped
 from megatron_dos.files import new_files
+from megatron_dos.observing import trace
 from megatron_dos.words import plural
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from megatron_dos.device import Device, HostDevice
-from megatron_dos.device.stopwatch import Handlers
 from megatron_dos.kernels.device_kernel import DeviceKernel
 from megatron_dos.node import slab
+from megatron_dos.observing.stopwatch import Handlers
 from megatron_dos.program.partition import Partition
 from megatron_dos.program.schedule import (
     Op,

@@ -12,9 +12,10 @@ def tune() -> None:
     """The share is found as with a GPU whose node updates slowly on its CPU; operations run in random orders."""
     import torch
 
-    from megatron_dos import monitor, optimizer
+    from megatron_dos import optimizer
     from megatron_dos.device.sim import SimDevice
-    from megatron_dos.device.stopwatch import TimedRun
+    from megatron_dos.observing import monitor
+    from megatron_dos.observing.stopwatch import TimedRun
     from megatron_dos.planning.clock import Rate, durations, simulate
     from megatron_dos.program.schedule import OpKind
 

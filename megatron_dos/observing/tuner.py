@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from megatron_dos.measure import StepFigures, SubgroupTraffic
+from megatron_dos.observing.figures import StepFigures, SubgroupTraffic
 from megatron_dos.planning.clock import FULL_DUPLEX, HostMemory, Rate, Sharing, durations, simulate
 from megatron_dos.planning.machine import Machine
 from megatron_dos.planning.model import STATE_BYTES, MemoryFitError, Workload, choose

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from megatron_dos.measure import LANES, StepFigures
+from megatron_dos.observing.figures import LANES, StepFigures
 
 __all__ = ["Training", "line", "report", "scalars", "training"]
 
