@@ -32,6 +32,10 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
+from megatron_dos.adapter.deferred_grads import DeferredGrads
+from megatron_dos.adapter.early_grads import EarlyGrads, may_change
+from megatron_dos.adapter.main_params import answer_main_param
+from megatron_dos.adapter.param_gather import EarlyParamGather, is_possible
 from megatron_dos.arguments import (
     AUTOMATIC_EARLY_SLOTS,
     DosOptions,
@@ -61,18 +65,14 @@ from megatron_dos.checkpointing.reshardable import (
     tensors_of,
 )
 from megatron_dos.checkpointing.state_stream import Share, first_problem
-from megatron_dos.deferred_grads import DeferredGrads
 from megatron_dos.device import CudaDevice, Device, HostDevice
-from megatron_dos.early_grads import EarlyGrads, may_change
 from megatron_dos.kernels import AdamScalars, device_kernel
 from megatron_dos.kernels import cpu as cpu_kernel
 from megatron_dos.kernels.fp_environment import ieee_environment
-from megatron_dos.main_params import answer_main_param
 from megatron_dos.node import ranks as node
 from megatron_dos.node import threads
 from megatron_dos.observing.monitor import StepMonitor
 from megatron_dos.observing.tuner import FirstChoice, first_choice
-from megatron_dos.param_gather import EarlyParamGather, is_possible
 from megatron_dos.planning.model import Workload
 from megatron_dos.program.partition import Partition, automatic_subgroup_size, owned_ranges, partition
 from megatron_dos.update.engine import EngineOptions, UpdateEngine, host_bytes, resident_parameters, staging_bytes

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from megatron_dos.deferred_grads import DeferredGrads
+from megatron_dos.adapter.deferred_grads import DeferredGrads
 
 SHAPES = (1, 7, 4096, 100_003)
 

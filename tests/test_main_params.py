@@ -12,8 +12,8 @@ import pytest
 import torch
 from test_engine import NUMELS, make_engine, random_params, scalars_at
 
-from megatron_dos import main_params
-from megatron_dos.main_params import answer_main_param
+from megatron_dos.adapter import main_params
+from megatron_dos.adapter.main_params import answer_main_param
 from megatron_dos.update.operations import StepInputs
 
 

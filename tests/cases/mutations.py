@@ -181,35 +181,35 @@ def grads_are_taken_when_they_first_arrive(replace: Replace = setattr) -> None:
 
 def edits_of_sent_grads_go_unseen(replace: Replace = setattr) -> None:
     """Case 5: grads that were sent in the backward pass are taken for those of the step."""
-    from megatron_dos.early_grads import EarlyGrads
+    from megatron_dos.adapter.early_grads import EarlyGrads
 
     replace(EarlyGrads, "edited", lambda self: frozenset())
 
 
 def edits_are_counted_in_main_grads_only(replace: Replace = setattr) -> None:
     """Case 5: nobody looks whether a bucket or a buffer has been edited as a whole."""
-    from megatron_dos.early_grads import EarlyGrads
+    from megatron_dos.adapter.early_grads import EarlyGrads
 
     replace(EarlyGrads, "_edits", lambda self, owner: (self._main_grads[owner]._version,))
 
 
 def other_tensors_go_unseen(replace: Replace = setattr) -> None:
     """Case 5: nobody looks whether a param has another tensor for its grad."""
-    from megatron_dos.early_grads import EarlyGrads
+    from megatron_dos.adapter.early_grads import EarlyGrads
 
     replace(EarlyGrads, "_are_replaced", lambda self, owners: False)
 
 
 def all_grads_share_one_count(replace: Replace = setattr) -> None:
     """Case 5: torch's count of edits stays that of the whole buffer, which the backward pass moves."""
-    from megatron_dos import early_grads
+    from megatron_dos.adapter import early_grads
 
     replace(early_grads, "_count_edits_apart", lambda buffers: None)
 
 
 def reductions_count_as_edits(replace: Replace = setattr) -> None:
     """Case 5: what a reduction writes when it is waited for is taken for an edit."""
-    from megatron_dos.early_grads import EarlyGrads
+    from megatron_dos.adapter.early_grads import EarlyGrads
 
     replace(EarlyGrads, "_finish_grad_sync", lambda self, finish, buckets, *args, **kwargs: finish(*args, **kwargs))
 
@@ -236,7 +236,7 @@ def buckets_are_released_at_once(replace: Replace = setattr) -> None:
 
     The gathers are over when they have been started, as on a fast network: else a slow one would hide the fault.
     """
-    from megatron_dos.param_gather import EarlyParamGather
+    from megatron_dos.adapter.param_gather import EarlyParamGather
 
     release = EarlyParamGather.release
 

@@ -109,7 +109,7 @@ def let_grads_be_scaled() -> None:
 
 def do_not_look_at_buffers() -> None:
     """Edits of the whole grad buffer, as by `scale_gradients`, go unseen."""
-    from megatron_dos.early_grads import EarlyGrads
+    from megatron_dos.adapter.early_grads import EarlyGrads
 
     EarlyGrads._edits = lambda self, owner: (self._main_grads[owner]._version,)
 
@@ -186,7 +186,7 @@ def step_again_and_watch(point: str, model: Any, optimizer: Any, args: Any) -> A
 
 def forget_unused_gathers() -> None:
     """A new step does not wait for the param gathers that are still under way."""
-    from megatron_dos.param_gather import EarlyParamGather
+    from megatron_dos.adapter.param_gather import EarlyParamGather
 
     def begin(self: Any) -> None:
         for _, group in self._groups:
