@@ -33,10 +33,9 @@ from tqdm import tqdm
 from megatron_dos.device.host import HostDevice
 from megatron_dos.device.sim import RaceError, SimDevice, describe
 from megatron_dos.kernels import AdamScalars, device_kernel
-from megatron_dos.program.partition import OwnedRange, Partition, partition
+from megatron_dos.program.partition import STATES, OwnedRange, Partition, partition
 from megatron_dos.program.schedule import Op, Program
 from megatron_dos.update.engine import EngineOptions, UpdateEngine
-from megatron_dos.update.memory import STATES
 from megatron_dos.update.operations import StepInputs
 
 __all__ = ["Case", "Mutant", "Mutations", "Run", "check_mutations", "check_orders", "make_case"]

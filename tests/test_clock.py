@@ -12,20 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dos.planning.clock import FULL_DUPLEX, HostMemory, Rate, Sharing, durations, fair_parts, simulate
-from megatron_dos.program.schedule import (
-    OpKind,
-    Placement,
-    Program,
-    Stream,
-    SubgroupShape,
-    build_program,
+from megatron_dos.planning.clock import HostMemory, Rate, Sharing, durations, fair_parts, simulate
+from megatron_dos.planning.rival_programs import (
     every_kth_with_serial_copies,
-    mix,
     static_split,
     with_blocking_params,
     with_serial_copies,
 )
+from megatron_dos.program.schedule import OpKind, Placement, Program, Stream, SubgroupShape, build_program, mix
+from megatron_dos.program.timeline import FULL_DUPLEX
 
 NUMEL = 100_000_000
 # The two copy directions take turns.

@@ -12,10 +12,9 @@ import torch
 
 from megatron_dos.device import HostDevice
 from megatron_dos.kernels import AdamScalars, device_kernel, reference
-from megatron_dos.program.partition import OwnedRange, partition
+from megatron_dos.program.partition import STATES, OwnedRange, partition
 from megatron_dos.program.schedule import OpKind, Placement, build_program
 from megatron_dos.update.engine import EngineOptions, UpdateEngine, host_bytes, resident_parameters, staging_bytes
-from megatron_dos.update.memory import STATES
 from megatron_dos.update.operations import StepInputs
 
 SHAPES = ((1,), (3, 5), (17,), (64, 64), (129, 7), (512, 64))

@@ -15,8 +15,9 @@ from virtual_cuda import CALL, VirtualCuda
 from megatron_dos.device import CudaDevice, HostDevice
 from megatron_dos.observing.figures import SubgroupTraffic, bytes_moved, figures, slot_stalls
 from megatron_dos.observing.stopwatch import Stopwatch, timeline
-from megatron_dos.planning.clock import FULL_DUPLEX, Rate, Sharing, durations, simulate
+from megatron_dos.planning.clock import Rate, Sharing, durations, simulate
 from megatron_dos.program.schedule import OpKind, Placement, Stream, SubgroupShape, build_program, mix
+from megatron_dos.program.timeline import FULL_DUPLEX
 
 NUMEL = 100_000_000
 CUDA = torch.device("cuda")

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dos.device import HostDevice
+from megatron_dos.planning.rival_programs import every_kth_with_serial_copies, static_split
 from megatron_dos.program.schedule import (
     OpKind,
     Placement,
@@ -20,9 +21,7 @@ from megatron_dos.program.schedule import (
     SubgroupShape,
     build_program,
     every_kth_on_device,
-    every_kth_with_serial_copies,
     mix,
-    static_split,
 )
 
 SHARES = st.fractions(0, 1, max_denominator=1000)

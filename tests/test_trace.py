@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from megatron_dos.files import new_file, new_files
 from megatron_dos.observing import trace
 from megatron_dos.observing.trace import Span, busy_fraction, figure_of, lanes_of, spans_of, write_chrome_trace
-from megatron_dos.planning.clock import FULL_DUPLEX, Sharing, simulate
+from megatron_dos.planning.clock import Sharing, simulate
 from megatron_dos.program.schedule import OpKind, Placement, Stream, SubgroupShape, build_program
+from megatron_dos.program.timeline import FULL_DUPLEX
 
 # --- The schema, as far as it is used, of the document "Trace Event Format" of the Chromium project -------------------
 

@@ -161,7 +161,8 @@ def _memory() -> Iterator[Finding]:
     try:
         import psutil
 
-        from megatron_dos.update.memory import BYTES_PER_PARAMETER, available_host_memory
+        from megatron_dos.program.partition import BYTES_PER_PARAMETER
+        from megatron_dos.update.memory import available_host_memory
     except ImportError as error:
         yield Finding("host memory", MISSING, f"cannot be examined: {error}", "pip install what that names")
     else:

@@ -19,8 +19,8 @@ from megatron_dos.commands.text import short, table, wrapped
 from megatron_dos.words import gib, plural
 
 if TYPE_CHECKING:
-    from megatron_dos.planning.clock import Timeline
     from megatron_dos.planning.model import Choice, Memory
+    from megatron_dos.program.timeline import Timeline
 
 __all__ = ["add", "run"]
 

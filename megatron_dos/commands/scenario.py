@@ -24,8 +24,8 @@ from megatron_dos.planning.machine import Machine, MachineError, load, preset, p
 from megatron_dos.words import plural
 
 if TYPE_CHECKING:
-    from megatron_dos.planning.clock import Timeline
     from megatron_dos.planning.model import Workload
+    from megatron_dos.program.timeline import Timeline
 
 __all__ = [
     "MOST_PARAMETERS",

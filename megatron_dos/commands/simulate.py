@@ -30,7 +30,7 @@ from megatron_dos.observing import trace
 from megatron_dos.words import plural
 
 if TYPE_CHECKING:
-    from megatron_dos.planning.clock import Timeline
+    from megatron_dos.program.timeline import Timeline
 
 __all__ = ["add", "run"]
 

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_dos.planning.clock import FULL_DUPLEX, Timeline
 from megatron_dos.program.schedule import Op, OpKind, Program, Stream
+from megatron_dos.program.timeline import FULL_DUPLEX, Timeline
 
 __all__ = ["Handlers", "Stopwatch", "TimedRun", "timeline"]
 

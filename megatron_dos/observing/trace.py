@@ -28,8 +28,8 @@ from megatron_dos.program.schedule import OpKind
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from megatron_dos.planning.clock import Timeline
     from megatron_dos.program.schedule import Op
+    from megatron_dos.program.timeline import Timeline
 
 __all__ = [
     "MissingPlotLibraryError",

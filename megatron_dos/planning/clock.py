@@ -26,17 +26,9 @@ from enum import Enum
 from typing import Any
 
 from megatron_dos.program.schedule import Op, OpKind, Program, Stream
+from megatron_dos.program.timeline import FULL_DUPLEX, Timeline
 
-__all__ = [
-    "FULL_DUPLEX",
-    "HostMemory",
-    "Rate",
-    "Sharing",
-    "Timeline",
-    "durations",
-    "fair_parts",
-    "simulate",
-]
+__all__ = ["HostMemory", "Rate", "Sharing", "durations", "fair_parts", "simulate"]
 
 
 class Sharing(Enum):
@@ -44,47 +36,6 @@ class Sharing(Enum):
 
     TURNS = "turns"
     EVEN = "even"
-
-
-FULL_DUPLEX: Mapping[Stream, str] = {
-    Stream.STATES_H2D: "h2d",
-    Stream.PARAM_H2D: "h2d",
-    Stream.STATES_D2H: "d2h",
-    Stream.GRAD_D2H: "d2h",
-    Stream.COMPUTE: "gpu",
-    Stream.CAST: "gpu",
-    Stream.CPU: "cpu",
-    Stream.RELEASE: "release",
-}
-"""Each copy direction is a lane of its own."""
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """When the operations of a program run.
-
-    Attributes:
-        program: the program.
-        starts: for each operation, in seconds from the start of the program.
-        ends: likewise.
-        work: for each operation, the seconds that it takes of its lane, however slowly it goes meanwhile.
-        lanes: lane -> the indices of its operations, in the order in which they start.
-    """
-
-    program: Program
-    starts: tuple[float, ...]
-    ends: tuple[float, ...]
-    work: tuple[float, ...]
-    lanes: Mapping[str, tuple[int, ...]]
-
-    @property
-    def makespan(self) -> float:
-        """Seconds until the last operation ends."""
-        return max(self.ends, default=0.0)
-
-    def busy(self, lane: str) -> float:
-        """Seconds for which the lane is in use."""
-        return math.fsum(self.work[index] for index in self.lanes.get(lane, ()))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 
-from megatron_dos.planning.clock import HostMemory, Rate, Sharing, Timeline, durations, fair_parts, simulate
+from megatron_dos.planning.clock import HostMemory, Rate, Sharing, durations, fair_parts, simulate
 from megatron_dos.planning.machine import Machine
 from megatron_dos.program.partition import automatic_subgroup_size
 from megatron_dos.program.schedule import (
@@ -35,6 +35,7 @@ from megatron_dos.program.schedule import (
     every_kth_on_device,
     mix,
 )
+from megatron_dos.program.timeline import Timeline
 from megatron_dos.words import gib, plural
 
 __all__ = [

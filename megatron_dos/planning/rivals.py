@@ -22,7 +22,6 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from megatron_dos.planning.clock import Timeline
 from megatron_dos.planning.machine import Machine
 from megatron_dos.planning.model import (
     HostPath,
@@ -35,13 +34,9 @@ from megatron_dos.planning.model import (
     program_for,
     room_to_stream,
 )
-from megatron_dos.program.schedule import (
-    Placement,
-    Program,
-    every_kth_on_device,
-    with_blocking_params,
-    with_serial_copies,
-)
+from megatron_dos.planning.rival_programs import with_blocking_params, with_serial_copies
+from megatron_dos.program.schedule import Placement, Program, every_kth_on_device
+from megatron_dos.program.timeline import Timeline
 
 __all__ = [
     "RIVALS",

@@ -19,6 +19,8 @@ from itertools import pairwise
 from typing import Any
 
 __all__ = [
+    "BYTES_PER_PARAMETER",
+    "STATES",
     "OwnedRange",
     "Partition",
     "Piece",
@@ -205,3 +207,7 @@ def bucket_groups(model_chunks: Iterable[Any], buffers: Sequence[Any]) -> Iterat
             buckets = {keys[id(bucket)] for bucket in group.buckets if id(bucket) in keys}
             if buckets:
                 yield group, buckets
+
+
+STATES = ("master", "exp_avg", "exp_avg_sq")
+BYTES_PER_PARAMETER = 4 * len(STATES)  # all in FP32

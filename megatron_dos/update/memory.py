@@ -13,12 +13,11 @@ import torch
 from megatron_dos.node import gpu, reservations, slab
 from megatron_dos.node.control_groups import control_groups
 from megatron_dos.node.threads import ranks_on_node
+from megatron_dos.program.partition import BYTES_PER_PARAMETER, STATES
 from megatron_dos.refusal import Refusal
 from megatron_dos.words import plural
 
 __all__ = [
-    "BYTES_PER_PARAMETER",
-    "STATES",
     "DeviceMemoryError",
     "HostMemoryError",
     "HostStates",
@@ -26,9 +25,6 @@ __all__ = [
     "host_memory_taken",
     "require_host_memory",
 ]
-
-STATES = ("master", "exp_avg", "exp_avg_sq")
-BYTES_PER_PARAMETER = 4 * len(STATES)  # all in FP32
 
 
 class HostMemoryError(MemoryError, Refusal):

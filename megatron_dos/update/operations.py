@@ -15,9 +15,8 @@ import torch
 
 from megatron_dos.kernels import AdamScalars
 from megatron_dos.kernels import cpu as cpu_kernel
-from megatron_dos.program.partition import Piece, Subgroup
+from megatron_dos.program.partition import STATES, Piece, Subgroup
 from megatron_dos.program.schedule import Op, OpKind, Placement, Program, Resource
-from megatron_dos.update.memory import STATES
 
 if TYPE_CHECKING:
     from megatron_dos.update.engine import UpdateEngine

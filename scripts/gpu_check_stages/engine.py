@@ -21,10 +21,9 @@ from gpu_check_stages.late import Delays, Without
 from megatron_dos.device import CudaDevice, HostDevice
 from megatron_dos.device.sim import SimDevice, describe
 from megatron_dos.kernels import AdamScalars, device_kernel
-from megatron_dos.program.partition import OwnedRange, Partition, partition
+from megatron_dos.program.partition import STATES, OwnedRange, Partition, partition
 from megatron_dos.program.schedule import Op, OpKind, Program
 from megatron_dos.update.engine import EngineOptions, UpdateEngine
-from megatron_dos.update.memory import STATES
 from megatron_dos.update.operations import StepInputs
 
 __all__ = ["Case", "Run", "run"]

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from gpu_check_stages.context import Context
-from megatron_dos.planning.clock import FULL_DUPLEX
 from megatron_dos.program.schedule import Op, OpKind, Program, Resource, Stream
+from megatron_dos.program.timeline import FULL_DUPLEX
 
 __all__ = ["Lanes", "union"]
 
