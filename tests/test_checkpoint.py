@@ -21,7 +21,7 @@ from megatron_dos.checkpointing.loads import (
     require_shared_memory,
     zero_padding,
 )
-from megatron_dos.update.memory import HostMemoryError
+from megatron_dos.node.memory import HostMemoryError
 
 
 def views_of(states: torch.Tensor, *ranges: tuple[int, int]) -> list[torch.Tensor]:

@@ -21,8 +21,8 @@ from megatron_dos.calibration import cache as calibration
 from megatron_dos.calibration.cache import cache_file, cached_machine, fingerprint, store
 from megatron_dos.calibration.worker import GPU_PHASES, HOST_PHASES, Sizes
 from megatron_dos.commands import CommandError, calibrate
+from megatron_dos.node import memory, topology
 from megatron_dos.planning.machine import Machine, load, preset
-from megatron_dos.update import memory as states
 
 TINY = Sizes(update=1 << 14, copy_bytes=1 << 16, gpu_update=1 << 14, matmul=64, threads=1)
 GPU_VALUES = (
@@ -82,8 +82,8 @@ class TestMeasuring:
             assert really_measured.sources[name].startswith("measured")
             assert getattr(really_measured, name) != getattr(preset("h200"), name)
         assert "2 ranks at once, 1 threads each" in really_measured.sources["cpu_update_max"]
-        assert really_measured.cores == calibration.physical_cores()
-        assert really_measured.host_memory == calibration.node_memory()
+        assert really_measured.cores == topology.physical_cores()
+        assert really_measured.host_memory == memory.node_memory()
         if calibration.gpu_count() == 0:
             for name in GPU_VALUES:
                 assert really_measured.sources[name].startswith("preset h200: ")
@@ -147,7 +147,7 @@ print(json.dumps([rank.about(), results]))
             calibrate.Ranks(1, TINY)
 
     def test_sizes_leave_half_of_the_free_memory(self, monkeypatch):
-        monkeypatch.setattr(states, "available_host_memory", lambda: 8 << 30)
+        monkeypatch.setattr(memory, "available_host_memory", lambda: 8 << 30)
         sizes = calibrate.sizes_for(8, threads=3)
         assert sizes.threads == 3
         assert 8 * (48 * sizes.update) <= 4 << 30

@@ -13,7 +13,8 @@ import pytest
 
 from megatron_dos import arguments, refusal
 from megatron_dos.checkpointing.loads import CheckpointError
-from megatron_dos.update.memory import DeviceMemoryError, HostMemoryError
+from megatron_dos.node.memory import HostMemoryError
+from megatron_dos.update.memory import DeviceMemoryError
 
 ROOT = Path(__file__).resolve().parent.parent
 HOOK = """

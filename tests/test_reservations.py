@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from megatron_dos.node import reservations
+from megatron_dos.node import memory, reservations
 from megatron_dos.update import memory as states
 
 
@@ -84,10 +84,10 @@ def test_page_locking_ranks_are_refused_together(monkeypatch, other):
     """Each alone would fit into what all of them see as available."""
     monkeypatch.setattr(states.gpu, "in_use", lambda: True)
     monkeypatch.setattr(states, "ranks_on_node", lambda: 2)  # a GPU that is not there has no place to ask for
-    monkeypatch.setattr(states, "available_host_memory", lambda: 100)
+    monkeypatch.setattr(memory, "available_host_memory", lambda: 100)
     other(60)
-    with pytest.raises(states.HostMemoryError):
-        states.require_host_memory(60)
-    states.require_host_memory(40)
-    states.host_memory_taken()
+    with pytest.raises(memory.HostMemoryError):
+        memory.require_host_memory(60)
+    memory.require_host_memory(40)
+    memory.host_memory_taken()
     assert reservations.reserve(40, lambda: 100) == 40

@@ -5,45 +5,46 @@ import psutil
 import pytest
 import torch
 
+from megatron_dos.node import memory
 from megatron_dos.program.partition import OwnedRange, partition
 from megatron_dos.update import memory as states
 from megatron_dos.update.engine import EngineOptions, UpdateEngine, host_bytes, staging_bytes
 
 
 def test_refuses_what_does_not_fit_and_says_how_much_is_missing(monkeypatch):
-    monkeypatch.setattr(states, "available_host_memory", lambda: 10 * 2**30)
+    monkeypatch.setattr(memory, "available_host_memory", lambda: 10 * 2**30)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    states.require_host_memory(5 * 2**30)
+    memory.require_host_memory(5 * 2**30)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    with pytest.raises(states.HostMemoryError, match=r"5\.00 GiB.*15\.00 GiB for the 3 rank.*10\.00 GiB are available"):
-        states.require_host_memory(5 * 2**30)
+    with pytest.raises(memory.HostMemoryError, match=r"5\.00 GiB.*15\.00 GiB for the 3 rank.*10\.00 GiB are available"):
+        memory.require_host_memory(5 * 2**30)
 
 
 def test_page_locked_memory_of_earlier_ranks_is_not_counted_twice(monkeypatch):
-    monkeypatch.setattr(states, "available_host_memory", lambda: 30 * 2**30)  # 7 of 8 ranks have taken their 10 GiB
+    monkeypatch.setattr(memory, "available_host_memory", lambda: 30 * 2**30)  # 7 of 8 ranks have taken their 10 GiB
     monkeypatch.setattr(states.gpu, "in_use", lambda: True)
     monkeypatch.setattr(states.gpu, "numa_node", lambda: (None, ""))
     monkeypatch.setattr(states.gpu, "numa_nodes", lambda ranks: [None] * ranks)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    states.require_host_memory(10 * 2**30)
-    with pytest.raises(states.HostMemoryError):
-        states.require_host_memory(31 * 2**30)
+    memory.require_host_memory(10 * 2**30)
+    with pytest.raises(memory.HostMemoryError):
+        memory.require_host_memory(31 * 2**30)
 
 
 def test_a_launcher_other_than_torchrun_says_how_many_ranks_there_are(monkeypatch):
-    monkeypatch.setattr(states, "available_host_memory", lambda: 10 * 2**30)
+    monkeypatch.setattr(memory, "available_host_memory", lambda: 10 * 2**30)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    states.require_host_memory(5 * 2**30)
+    memory.require_host_memory(5 * 2**30)
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "4")
-    with pytest.raises(states.HostMemoryError, match="4 rank"):
-        states.require_host_memory(5 * 2**30)
+    with pytest.raises(memory.HostMemoryError, match="4 rank"):
+        memory.require_host_memory(5 * 2**30)
 
 
 def test_the_engine_allocates_nothing_when_it_refuses(monkeypatch):
-    monkeypatch.setattr(states, "available_host_memory", lambda: 1000)
+    monkeypatch.setattr(memory, "available_host_memory", lambda: 1000)
     monkeypatch.setattr(states.HostStates, "__init__", lambda *a: pytest.fail("allocated"))
     parts = partition([OwnedRange(0, (0, 0), 0, 4096)], 1024)
-    with pytest.raises(states.HostMemoryError):
+    with pytest.raises(memory.HostMemoryError):
         UpdateEngine(parts, [torch.zeros(4096)], EngineOptions(threads=1))
 
 
@@ -55,9 +56,9 @@ def test_a_limit_of_any_control_group_counts_and_file_cache_does_not(monkeypatch
         (group / "memory.max").write_text(f"{limit}\n")
         (group / "memory.current").write_text(f"{usage}\n")
         (group / "memory.stat").write_text(f"anon 1\ninactive_file {cache}\n")
-    assert states.available_host_memory() == 5000 - (2500 - 500)
+    assert memory.available_host_memory() == 5000 - (2500 - 500)
     (job / "memory.max").write_text("max\n")
-    assert states.available_host_memory() == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+    assert memory.available_host_memory() == pytest.approx(psutil.virtual_memory().available, rel=0.2)
 
 
 def test_states_take_12_bytes_a_parameter_and_staging_is_bounded():

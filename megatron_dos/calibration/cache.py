@@ -13,32 +13,20 @@ import fcntl
 import hashlib
 import logging
 import os
-import platform
 import re
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_dos.calibration.worker import gpu_count
 from megatron_dos.files import new_file
+from megatron_dos.node.gpu import _gpu_names, driver_version, gpu_count
+from megatron_dos.node.memory import node_memory
+from megatron_dos.node.topology import cpu_model
 from megatron_dos.planning.machine import Machine, MachineError, load
 from megatron_dos.version import RELEASE
 
-__all__ = [
-    "CacheError",
-    "cache_file",
-    "cached_machine",
-    "cpu_model",
-    "driver_version",
-    "fingerprint",
-    "gpu_count",
-    "locked",
-    "node_memory",
-    "physical_cores",
-    "preset_of_gpu",
-    "store",
-]
+__all__ = ["CacheError", "cache_file", "cached_machine", "fingerprint", "gpu_count", "locked", "preset_of_gpu", "store"]
 
 _logger = logging.getLogger(__name__)
 
@@ -137,40 +125,3 @@ def fingerprint() -> str:
     return ", ".join(f"{name}: {value}" for name, value in parts.items())
 
 
-def cpu_model() -> str:
-    """The processor's name as Linux gives it, or the architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def driver_version() -> str:
-    """The version of the NVIDIA driver; empty where none is loaded."""
-    try:
-        return Path("/sys/module/nvidia/version").read_text().strip()
-    except OSError:
-        return ""
-
-
-def physical_cores() -> int:
-    """Cores of the CPUs that this process may use: two hardware threads of one core count once."""
-    cores = set()
-    for cpu in os.sched_getaffinity(0):
-        try:
-            cores.add(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text())
-        except OSError:  # not told, as in some virtual machines
-            cores.add(str(cpu))
-    return len(cores)
-
-
-def node_memory() -> int:
-    """Bytes of memory of the node."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _gpu_names() -> list[str]:
-    import torch
-
-    return [torch.cuda.get_device_name(index) for index in range(gpu_count())]

@@ -18,7 +18,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["GPU_PHASES", "HOST_PHASES", "Sizes", "gpu_count", "main"]
+from megatron_dos.node.gpu import gpu_count
+
+__all__ = ["GPU_PHASES", "HOST_PHASES", "Sizes", "main"]
 
 HOST_PHASES = ("one_core", "host_update", "host_copy", "submit")
 GPU_PHASES = ("h2d", "d2h", "both", "all", "pageable", "gpu_update", "launch", "matmul")
@@ -188,13 +190,6 @@ def _measure(sample: Callable[[], dict[str, float]], begin: float, seconds: floa
     if len(samples) > 2:
         samples.pop()  # the others may have ended before it did
     return {name: statistics.median(each[name] for each in samples) for name in samples[0]}
-
-
-def gpu_count() -> int:
-    """Real GPUs that this process sees, whether or not torch.cuda is emulated."""
-    import torch
-
-    return getattr(torch._C, "_cuda_getDeviceCount", lambda: 0)()
 
 
 def main() -> None:

@@ -56,9 +56,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_dos.checkpointing import torch_file
 from megatron_dos.checkpointing.state_stream import first_problem
+from megatron_dos.node.memory import HostMemoryError
 from megatron_dos.node.threads import ranks_on_node
 from megatron_dos.refusal import Refusal
-from megatron_dos.update.memory import HostMemoryError
 from megatron_dos.words import gib, plural
 
 __all__ = [

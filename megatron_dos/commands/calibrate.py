@@ -25,6 +25,7 @@ from megatron_dos.calibration.worker import GPU_PHASES, HOST_PHASES, Sizes
 from megatron_dos.commands import CommandError
 from megatron_dos.commands.text import table
 from megatron_dos.files import new_file
+from megatron_dos.node import memory, topology
 from megatron_dos.planning.machine import Machine, MachineError, preset
 from megatron_dos.words import gib, plural
 
@@ -136,7 +137,7 @@ def sizes_for(ranks: int, threads: int = 0) -> Sizes:
     Raises:
         CommandError: that leaves too little to measure with.
     """
-    from megatron_dos.update.memory import available_host_memory
+    from megatron_dos.node.memory import available_host_memory
 
     wanted = Sizes(threads=threads)
     room = available_host_memory() // 2 // ranks
@@ -291,8 +292,8 @@ def _machine(
     def total(phase: str, name: str = "rate") -> float:
         return sum(rank[name] for rank in results[phase])
 
-    take("cores", calibration.physical_cores(), "counted: cores of the CPUs that are allowed here")
-    take("host_memory", calibration.node_memory(), "counted")
+    take("cores", topology.physical_cores(), "counted: cores of the CPUs that are allowed here")
+    take("host_memory", memory.node_memory(), "counted")
     take("cpu_update_per_core", total("one_core"), "measured: one thread, all else idle")
     take("cpu_update_max", total("host_update"), f"{when}, {about['threads']} threads each")
     take("cpu_latency", results["submit"][0]["seconds"], "measured: an update of 64 parameters")

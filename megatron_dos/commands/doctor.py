@@ -19,6 +19,7 @@ from typing import Any
 from megatron_dos import __version__, patching
 from megatron_dos.calibration import cache as calibration
 from megatron_dos.commands.text import hanging, wrapped
+from megatron_dos.node import gpu, topology
 from megatron_dos.supported import MEGATRON, MEGATRON_PYTHON, TORCH
 from megatron_dos.words import gib, plural
 
@@ -146,7 +147,7 @@ def _processors() -> Iterator[Finding]:
 
     allowed, all_of_them = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
-    text = f"{calibration.cpu_model()}: {allowed} of {plural(all_of_them, 'CPU')} allowed, {plural(nodes, 'NUMA node')}"
+    text = f"{topology.cpu_model()}: {allowed} of {plural(all_of_them, 'CPU')} allowed, {plural(nodes, 'NUMA node')}"
     quota = min(cpu_quotas().values(), default=allowed)
     if quota < allowed:
         text += f", CPU quota {quota:g}"
@@ -161,8 +162,8 @@ def _memory() -> Iterator[Finding]:
     try:
         import psutil
 
+        from megatron_dos.node.memory import available_host_memory
         from megatron_dos.program.partition import BYTES_PER_PARAMETER
-        from megatron_dos.update.memory import available_host_memory
     except ImportError as error:
         yield Finding("host memory", MISSING, f"cannot be examined: {error}", "pip install what that names")
     else:
@@ -199,7 +200,7 @@ def _gpu() -> Iterator[Finding]:
     except Exception as error:  # no torch, or a driver that does not fit
         yield Finding("GPU", MISSING, f"cannot be asked for: {error}", "see torch above; check nvidia-smi")
         return
-    driver = calibration.driver_version()
+    driver = gpu.driver_version()
     driver = f", driver {driver}" if driver else ""
     if not gpus:
         way_out = "training needs one; check nvidia-smi and CUDA_VISIBLE_DEVICES. `make demo` does without"

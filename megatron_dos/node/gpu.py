@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["in_use", "numa_node", "numa_nodes"]
+__all__ = ["driver_version", "gpu_count", "in_use", "numa_node", "numa_nodes"]
 
 
 def in_use() -> bool:
@@ -45,3 +45,24 @@ def _numa_node(index: int) -> tuple[int | None, str]:
     except (OSError, ValueError) as error:  # a hidden bus
         return None, f"{path} cannot be read ({error})"
     return (node, "") if node >= 0 else (None, f"{path} is {node}")
+
+
+def driver_version() -> str:
+    """The version of the NVIDIA driver; empty where none is loaded."""
+    try:
+        return Path("/sys/module/nvidia/version").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _gpu_names() -> list[str]:
+    import torch
+
+    return [torch.cuda.get_device_name(index) for index in range(gpu_count())]
+
+
+def gpu_count() -> int:
+    """Real GPUs that this process sees, whether or not torch.cuda is emulated."""
+    import torch
+
+    return getattr(torch._C, "_cuda_getDeviceCount", lambda: 0)()

@@ -20,6 +20,7 @@ import torch
 from megatron_dos.device import Device, HostDevice
 from megatron_dos.kernels.device_kernel import DeviceKernel
 from megatron_dos.node import slab
+from megatron_dos.node.memory import host_memory_taken, require_host_memory
 from megatron_dos.observing.stopwatch import Handlers
 from megatron_dos.program.partition import BYTES_PER_PARAMETER, STATES, Partition
 from megatron_dos.program.schedule import (
@@ -35,7 +36,7 @@ from megatron_dos.program.schedule import (
 )
 from megatron_dos.update.joining import Places, Runs
 from megatron_dos.update.live_states import HandedOut, copy_into
-from megatron_dos.update.memory import HostStates, ResidentStates, host_memory_taken, require_host_memory
+from megatron_dos.update.memory import HostStates, ResidentStates
 from megatron_dos.update.operations import StepInputs, StepOperations, send_grads
 
 __all__ = ["EngineOptions", "UpdateEngine", "host_bytes", "resident_parameters", "staging_bytes"]

@@ -110,7 +110,7 @@ def _cpu(context: Context) -> dict[str, Any]:
 
 
 def _host_memory() -> dict[str, Any]:
-    from megatron_dos.update.memory import available_host_memory
+    from megatron_dos.node.memory import available_host_memory
 
     fields = dict(line.split(":", 1) for line in _text("/proc/meminfo").splitlines())
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)

@@ -24,12 +24,12 @@ from gpu_check_stages.lanes import Lanes
 from gpu_check_stages.rivals import HybridOptimizer, NotImportableError, Resident, ResidentOperations
 from megatron_dos.device import CudaDevice
 from megatron_dos.kernels import AdamScalars, cpu, device_kernel
+from megatron_dos.node.memory import available_host_memory
 from megatron_dos.planning.clock import Rate, durations, simulate
 from megatron_dos.planning.rival_programs import every_kth_with_serial_copies, static_split
 from megatron_dos.program.partition import OwnedRange, automatic_subgroup_size, partition
 from megatron_dos.program.schedule import OpKind, Placement, Program, SubgroupShape
 from megatron_dos.update.engine import EngineOptions, UpdateEngine
-from megatron_dos.update.memory import available_host_memory
 from megatron_dos.update.operations import StepInputs, StepOperations
 from megatron_dos.words import gib
 

@@ -353,20 +353,19 @@ def order_of_construction() -> list[str]:
 
 def refuse_what_does_not_fit() -> dict[str, Any]:
     """Build with one byte less than needed: the error, and how much memory had been taken by then."""
-    from megatron_dos.node import slab
+    from megatron_dos.node import memory, slab
     from megatron_dos.update import engine
-    from megatron_dos.update import memory as states
 
     run = FlatRun("bfloat16")
     needed = engine.host_bytes(run.inner._engine.partition, run.inner._engine.options)
-    states.available_host_memory = lambda: needed - 1
+    memory.available_host_memory = lambda: needed - 1
     taken: list[int] = []
     zeros = slab.zeros
     slab.zeros = lambda numel, *more, **named: taken.append(numel) or zeros(numel, *more, **named)
     try:
         FlatRun("bfloat16")
         error = "none"
-    except states.HostMemoryError as refusal:
+    except memory.HostMemoryError as refusal:
         error = str(refusal)
     return {"error": error, "taken": taken}
 
