@@ -34,8 +34,8 @@ from megatron_dos.program.schedule import (
     every_kth_on_device,
     mix,
 )
+from megatron_dos.update.handed_out import HandedOut, copy_into
 from megatron_dos.update.joining import Places, Runs
-from megatron_dos.update.live_states import HandedOut, copy_into
 from megatron_dos.update.memory import HostStates, ResidentStates
 from megatron_dos.update.operations import StepInputs, StepOperations, send_grads
 

@@ -284,14 +284,15 @@ def nothing_is_replaced() -> None:
 
 def copies_stay_copies() -> None:
     """What is no view of the states is not written back."""
-    from megatron_dos.update.live_states import HandedOut
+    from megatron_dos.update.handed_out import HandedOut
 
     HandedOut.settle = lambda self, owner: None
 
 
 def held_is_not_kept() -> None:
     """What a caller holds changes with the states that replace it."""
-    from megatron_dos.update.live_states import HandedOut, LiveStates, ShardStates
+    from megatron_dos.update.handed_out import HandedOut
+    from megatron_dos.update.live_states import LiveStates, ShardStates
 
     HandedOut.let_go = lambda self, owner, names: None
     ShardStates.keep = LiveStates.keep = lambda self: None
