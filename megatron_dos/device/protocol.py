@@ -10,7 +10,7 @@ import torch
 
 from megatron_dos.program.schedule import Op, OpKind, Program, Resource
 
-__all__ = ["Device"]
+__all__ = ["Device", "Handlers"]
 
 
 class Device(Protocol):
@@ -49,3 +49,7 @@ class Device(Protocol):
 
     def synchronize(self) -> None:
         """Block until the host may read what all programs have written."""
+
+
+Handlers = Mapping[OpKind, Callable[[Op], Any]]
+"""What a device calls for each kind of operation."""

@@ -16,20 +16,19 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from megatron_dos.program.schedule import Op, OpKind, Program, Stream
+from megatron_dos.device.protocol import Handlers
+from megatron_dos.program.schedule import Op, Program, Stream
 from megatron_dos.program.timeline import FULL_DUPLEX, Timeline
 
-__all__ = ["Handlers", "Stopwatch", "TimedRun", "timeline"]
+__all__ = ["Stopwatch", "TimedRun", "timeline"]
 
-Handlers = Mapping[OpKind, Callable[[Op], Any]]
-"""What a device calls for each kind of operation."""
 
 # Runs that have not been asked for. More than one is rare; beyond this many the oldest are forgotten.
 MOST_PENDING = 4

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from megatron_dos.device import Device, HostDevice
+from megatron_dos.device.protocol import Handlers
 from megatron_dos.kernels.device_kernel import DeviceKernel
 from megatron_dos.node import slab
 from megatron_dos.node.memory import host_memory_taken, require_host_memory
-from megatron_dos.observing.stopwatch import Handlers
 from megatron_dos.program.partition import BYTES_PER_PARAMETER, STATES, Partition
 from megatron_dos.program.schedule import (
     Op,
