@@ -45,16 +45,14 @@ from megatron_dos.arguments import (
 )
 from megatron_dos.calibration.cache import cached_machine
 from megatron_dos.checkpointing import parameter_file
-from megatron_dos.checkpointing.loads import (
+from megatron_dos.checkpointing.handouts import (
     CheckpointError,
     Handouts,
-    LoadsInPlace,
     require_room_for_copies,
-    require_same_size,
     require_shared_memory,
     share_handouts,
-    zero_padding,
 )
+from megatron_dos.checkpointing.loads import LoadsInPlace, require_same_size, zero_padding
 from megatron_dos.checkpointing.reshardable import (
     joined,
     may_be_cut,

@@ -14,13 +14,8 @@ import pytest
 import torch
 
 from megatron_dos.checkpointing import loads as checkpoint
-from megatron_dos.checkpointing.loads import (
-    CheckpointError,
-    Handouts,
-    require_same_size,
-    require_shared_memory,
-    zero_padding,
-)
+from megatron_dos.checkpointing.handouts import CheckpointError, Handouts, require_shared_memory
+from megatron_dos.checkpointing.loads import require_same_size, zero_padding
 from megatron_dos.node.memory import HostMemoryError
 
 

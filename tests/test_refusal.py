@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dos import arguments, refusal
-from megatron_dos.checkpointing.loads import CheckpointError
+from megatron_dos.checkpointing.handouts import CheckpointError
 from megatron_dos.node.memory import HostMemoryError
 from megatron_dos.update.memory import DeviceMemoryError
 

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron_dos.checkpointing import torch_file
-from megatron_dos.checkpointing.loads import CheckpointError
+from megatron_dos.checkpointing.handouts import CheckpointError
 from megatron_dos.checkpointing.state_stream import Share, first_problem, gather, scatter
 from megatron_dos.files import new_file, remove_leftovers
 

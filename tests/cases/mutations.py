@@ -150,9 +150,9 @@ def gathered_states_lose_their_padding(replace: Replace = setattr) -> None:
 
 def forked_writers_see_later_steps(replace: Replace = setattr) -> None:
     """Case 4: what a save has handed out is not copied before a writer is forked."""
-    from megatron_dos.checkpointing import loads as checkpoint
+    from megatron_dos.checkpointing import handouts
 
-    replace(checkpoint.Handouts, "detach", lambda handouts: 0)
+    replace(handouts.Handouts, "detach", lambda handouts: 0)
 
 
 def grads_are_taken_when_they_first_arrive(replace: Replace = setattr) -> None:

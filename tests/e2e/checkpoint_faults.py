@@ -73,14 +73,14 @@ def written_while_stepping(
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
-    from megatron_dos.checkpointing import loads as checkpoint
+    from megatron_dos.checkpointing import handouts
 
     target = Path(folder) / f"{persistent}-{shared}-{protected}"
     gate = target.with_suffix(".go")
     if shared:
         share_slabs()
     if not protected:
-        checkpoint.Handouts.detach = lambda handouts: 0
+        handouts.Handouts.detach = lambda handouts: 0
     hold_writers(gate)
     filesystem_async.get_write_results_queue("fork")
     rank = int(os.environ["RANK"])
