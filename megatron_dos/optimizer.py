@@ -71,7 +71,7 @@ from megatron_dos.node import ranks as node
 from megatron_dos.node import threads
 from megatron_dos.observing.monitor import StepMonitor
 from megatron_dos.observing.tuner import FirstChoice, first_choice
-from megatron_dos.planning.model import Workload
+from megatron_dos.planning.workload import Workload
 from megatron_dos.program.partition import Partition, automatic_subgroup_size, owned_ranges, partition
 from megatron_dos.update.engine import EngineOptions, UpdateEngine, host_bytes, resident_parameters, staging_bytes
 from megatron_dos.update.live_states import LiveStates, StateStore

@@ -19,8 +19,10 @@ import reproduce
 from reproduce import RANKS, TESTBEDS, TOKENS
 
 from megatron_dos.planning import rivals
+from megatron_dos.planning.choice import choose
 from megatron_dos.planning.machine import Machine, preset, preset_names
-from megatron_dos.planning.model import FUSED_PASS, STATE_BYTES, Workload, choose, clock_optimum
+from megatron_dos.planning.model import clock_optimum
+from megatron_dos.planning.workload import FUSED_PASS, STATE_BYTES, Workload
 from megatron_dos.program.schedule import Placement
 from megatron_dos.program.timeline import Timeline
 

@@ -25,8 +25,8 @@ from pathlib import Path
 
 from megatron_dos.planning import rivals
 from megatron_dos.planning.machine import Machine, preset
-from megatron_dos.planning.model import FUSED_PASS, Workload
 from megatron_dos.planning.rivals import Overheads
+from megatron_dos.planning.workload import FUSED_PASS, Workload
 from megatron_dos.program.timeline import Timeline
 
 ROOT = Path(__file__).resolve().parent.parent

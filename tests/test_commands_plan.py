@@ -10,8 +10,7 @@ from fractions import Fraction
 import pytest
 
 from megatron_dos import cli
-from megatron_dos.planning import model as perf_model
-from megatron_dos.planning import rivals
+from megatron_dos.planning import choice, rivals, workload
 from megatron_dos.planning.machine import preset
 
 ARGUMENTS = ["plan", "--model", "20b", "--gpus", "4", "--tensor-parallel", "2", "--machine", "h100-pcie5"]
@@ -77,11 +76,11 @@ def test_resident_states_move_from_the_host_to_the_gpu(plan):
 def test_choice_and_times_are_those_of_the_performance_model(plan):
     found = plan(*ARGUMENTS)
     machine, rank = preset("h100-pcie5"), found["rank"]
-    work = perf_model.Workload(parameters=rank["owned_parameters"], ranks=4, subgroup=100_000_000)
+    work = workload.Workload(parameters=rank["owned_parameters"], ranks=4, subgroup=100_000_000)
     free = machine.gpu_memory - found["gpu_memory_bytes"]["params"] - found["gpu_memory_bytes"]["grads"]
     kept = found["gpu_memory_bytes"]["activations"]
     kept += machine.gpu_memory / 10  # which advice leaves free
-    choice = perf_model.choose(machine, work, free_gpu_memory=free, activations=kept, resident_share=0)
+    choice = choice.choose(machine, work, free_gpu_memory=free, activations=kept, resident_share=0)
     assert found["choice"]["reason"] == choice.reason
     assert found["choice"]["limited_by"] == choice.limiting
     assert found["choice"]["step_seconds_with"] == dict(choice.helps)
@@ -151,8 +150,8 @@ def test_grads_in_16_bits_are_half_the_memory_and_may_be_sent_so(plan):
     assert found["gpu_memory_bytes"]["grads"] == found["gpu_memory_bytes"]["params"]
     machine, owned = preset("h100-pcie5"), found["rank"]["owned_parameters"]
     for transfer, work in (
-        ("fp32", perf_model.Workload(parameters=owned, ranks=4, subgroup=100_000_000, grad_bytes=4, casts=True)),
-        ("model", perf_model.Workload(parameters=owned, ranks=4, subgroup=100_000_000, grad_bytes=2)),
+        ("fp32", workload.Workload(parameters=owned, ranks=4, subgroup=100_000_000, grad_bytes=4, casts=True)),
+        ("model", workload.Workload(parameters=owned, ranks=4, subgroup=100_000_000, grad_bytes=2)),
     ):
         given = plan(*flags, "--grad-transfer", transfer, "--threads", "0")
         assert given["systems"][0]["update_s"] == rivals.ours(machine, work).makespan

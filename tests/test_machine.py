@@ -13,7 +13,7 @@ import pytest
 
 from megatron_dos.planning import machine as machines
 from megatron_dos.planning.machine import Machine, MachineError, load, preset, preset_names
-from megatron_dos.planning.model import FUSED_PASS
+from megatron_dos.planning.workload import FUSED_PASS
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -12,21 +12,19 @@ from itertools import pairwise
 import pytest
 
 from megatron_dos.planning import rivals
+from megatron_dos.planning.choice import choose
 from megatron_dos.planning.machine import Machine, preset, preset_names
 from megatron_dos.planning.model import (
     HostPath,
-    MemoryFitError,
-    Workload,
-    choose,
     clock_optimum,
     clocked,
     closed_form,
     closed_form_optimum,
-    memory_fit,
     on_the_clock,
     optimum,
     program_for,
 )
+from megatron_dos.planning.workload import MemoryFitError, Workload, memory_fit
 from megatron_dos.program.schedule import OpKind, Placement, SubgroupShape, build_program
 
 GB = 10**9

@@ -18,9 +18,10 @@ from test_engine import NUMELS, Expected, assert_same_bits, make_engine, random_
 from megatron_dos.device.sim import SimDevice
 from megatron_dos.observing.figures import SubgroupTraffic, figures
 from megatron_dos.observing.tuner import MOST_MOVES, RECENT, START_SHARE, ShareTuner, first_choice
+from megatron_dos.planning.choice import choose
 from megatron_dos.planning.clock import HostMemory, Rate, Sharing, durations, simulate
 from megatron_dos.planning.machine import preset
-from megatron_dos.planning.model import Workload, choose
+from megatron_dos.planning.workload import Workload
 from megatron_dos.program.schedule import OpKind, Placement, Program, SubgroupShape, build_program, mix
 from megatron_dos.program.timeline import Timeline
 from megatron_dos.update.operations import StepInputs

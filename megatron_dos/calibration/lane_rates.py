@@ -18,7 +18,7 @@ import torch
 
 from megatron_dos.kernels import AdamScalars, cpu
 from megatron_dos.node import slab
-from megatron_dos.planning.model import FUSED_PASS
+from megatron_dos.planning.workload import FUSED_PASS
 
 __all__ = [
     "AllLanes",

@@ -280,7 +280,7 @@ def _machine(
     fingerprint: str,
 ) -> Machine:
     """The machine, from the medians of each rank in each phase, and from `fallback`."""
-    from megatron_dos.planning.model import FUSED_PASS
+    from megatron_dos.planning.workload import FUSED_PASS
 
     when = f"measured {datetime.date.today().isoformat()}, {ranks} rank{'s' if ranks > 1 else ''} at once"
     values: dict[str, float] = {}

@@ -19,7 +19,8 @@ from megatron_dos.commands.text import short, table, wrapped
 from megatron_dos.words import gib, plural
 
 if TYPE_CHECKING:
-    from megatron_dos.planning.model import Choice, Memory
+    from megatron_dos.planning.choice import Choice
+    from megatron_dos.planning.workload import Memory
     from megatron_dos.program.timeline import Timeline
 
 __all__ = ["add", "run"]
@@ -87,7 +88,8 @@ class _System:
 
 def _plan(scenario: Scenario) -> dict[str, Any]:
     from megatron_dos.planning import rivals
-    from megatron_dos.planning.model import MemoryFitError, choose
+    from megatron_dos.planning.choice import choose
+    from megatron_dos.planning.workload import MemoryFitError
 
     machine, work, share = scenario.machine, scenario.work, Fraction(scenario.resident_share)
     free = machine.gpu_memory - scenario.params - scenario.grads

@@ -24,7 +24,7 @@ from megatron_dos.planning.machine import Machine, MachineError, load, preset, p
 from megatron_dos.words import plural
 
 if TYPE_CHECKING:
-    from megatron_dos.planning.model import Workload
+    from megatron_dos.planning.workload import Workload
     from megatron_dos.program.timeline import Timeline
 
 __all__ = [
@@ -103,7 +103,7 @@ class Scenario:
     @property
     def states(self) -> int:
         """Bytes of the states that a rank owns."""
-        from megatron_dos.planning.model import STATE_BYTES
+        from megatron_dos.planning.workload import STATE_BYTES
 
         return STATE_BYTES * self.stage.owned
 
@@ -309,7 +309,7 @@ def _check_owned(name: str, owned: int) -> None:
 
 def _work(machine: Machine, settings: DosOptions, early_grads: bool, owned: int, gpus: int) -> Workload:
     """The update of a rank with FP32 grads and 16-bit params."""
-    from megatron_dos.planning.model import Workload
+    from megatron_dos.planning.workload import Workload
 
     return Workload(
         parameters=owned,

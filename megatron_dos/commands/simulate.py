@@ -166,7 +166,8 @@ def _asked(scenario: Scenario, options: argparse.Namespace) -> dict[str, float]:
 
 
 def _ours_as_asked(scenario: Scenario, options: argparse.Namespace, resident: Fraction) -> tuple[str, Timeline]:
-    from megatron_dos.planning.model import choose, on_the_clock, program_for
+    from megatron_dos.planning.choice import choose
+    from megatron_dos.planning.model import on_the_clock, program_for
 
     gpu = _asked(scenario, options)
     # Whether it fits is what `plan` tells: here memory has no end.

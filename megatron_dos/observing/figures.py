@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_dos.planning.model import STATE_BYTES
+from megatron_dos.planning.workload import STATE_BYTES
 from megatron_dos.program.schedule import STAGING, Op, OpKind, Placement, Resource
 from megatron_dos.program.timeline import Timeline
 

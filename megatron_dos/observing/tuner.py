@@ -32,9 +32,10 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from megatron_dos.observing.figures import StepFigures, SubgroupTraffic
+from megatron_dos.planning.choice import choose
 from megatron_dos.planning.clock import HostMemory, Rate, Sharing, durations, simulate
 from megatron_dos.planning.machine import Machine
-from megatron_dos.planning.model import STATE_BYTES, MemoryFitError, Workload, choose
+from megatron_dos.planning.workload import STATE_BYTES, MemoryFitError, Workload
 from megatron_dos.program.schedule import OpKind, Placement, Program
 from megatron_dos.program.timeline import FULL_DUPLEX
 

@@ -23,18 +23,9 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_dos.planning.machine import Machine
-from megatron_dos.planning.model import (
-    HostPath,
-    Memory,
-    Workload,
-    clock_optimum,
-    memory_needed,
-    on_the_clock,
-    placed,
-    program_for,
-    room_to_stream,
-)
+from megatron_dos.planning.model import HostPath, clock_optimum, on_the_clock, placed, program_for
 from megatron_dos.planning.rival_programs import with_blocking_params, with_serial_copies
+from megatron_dos.planning.workload import Memory, Workload, memory_needed, room_to_stream
 from megatron_dos.program.schedule import Placement, Program, every_kth_on_device
 from megatron_dos.program.timeline import Timeline
 
