@@ -13,34 +13,43 @@ all-gather, the checkpoint layouts and every process group stay Megatron's own c
 
 from __future__ import annotations
 
-import functools
 import itertools
-import os
-import warnings
-import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer
 
+from megatron_dos.adapter.buffers import owned_ranges
 from megatron_dos.adapter.deferred_grads import DeferredGrads
 from megatron_dos.adapter.early_grads import EarlyGrads, may_change
+from megatron_dos.adapter.hooks import (
+    _let_chains_stream,
+    _refuse_mimo,
+    _share_before_async_saves,
+    _watch_asynchronous_saves,
+)
+from megatron_dos.adapter.host_adam import HostAdam
 from megatron_dos.adapter.main_params import answer_main_param
 from megatron_dos.adapter.param_gather import EarlyParamGather, is_possible
+from megatron_dos.adapter.setup import (
+    MOST_SUBGROUPS,
+    _announce,
+    _complain,
+    _engine_options,
+    _require_adam,
+    _sends_early,
+    _tunes,
+    make_device,
+)
 from megatron_dos.arguments import (
     AUTOMATIC_EARLY_SLOTS,
     DosOptions,
     UnsupportedOptionError,
-    can_send_grads_early,
     validate_optimizer,
 )
 from megatron_dos.calibration.cache import cached_machine
@@ -48,9 +57,7 @@ from megatron_dos.checkpointing import parameter_file
 from megatron_dos.checkpointing.handouts import (
     CheckpointError,
     Handouts,
-    require_room_for_copies,
     require_shared_memory,
-    share_handouts,
 )
 from megatron_dos.checkpointing.loads import LoadsInPlace, require_same_size, zero_padding
 from megatron_dos.checkpointing.reshardable import (
@@ -63,463 +70,23 @@ from megatron_dos.checkpointing.reshardable import (
     tensors_of,
 )
 from megatron_dos.checkpointing.state_stream import Share, first_problem
-from megatron_dos.device import CudaDevice, Device, HostDevice
-from megatron_dos.kernels import AdamScalars, device_kernel
-from megatron_dos.kernels import cpu as cpu_kernel
-from megatron_dos.kernels.fp_environment import ieee_environment
+from megatron_dos.kernels import device_kernel
 from megatron_dos.node import ranks as node
 from megatron_dos.node import threads
 from megatron_dos.observing.monitor import StepMonitor
 from megatron_dos.observing.tuner import FirstChoice, first_choice
 from megatron_dos.planning.workload import Workload
-from megatron_dos.program.partition import Partition, automatic_subgroup_size, owned_ranges, partition
-from megatron_dos.update.engine import EngineOptions, UpdateEngine, host_bytes, resident_parameters, staging_bytes
-from megatron_dos.update.live_states import LiveStates, StateStore
-from megatron_dos.update.operations import StepInputs
-from megatron_dos.words import gib, plural
+from megatron_dos.program.partition import Partition, automatic_subgroup_size, partition
+from megatron_dos.update.engine import EngineOptions, UpdateEngine
 
-__all__ = ["DeepStatesOptimizer", "HostAdam", "make_device"]
+__all__ = ["DeepStatesOptimizer"]
 
 # Layouts of the states in a distributed checkpoint that the base reads into the states themselves.
 LOADED_IN_PLACE = ("dp_reshardable", "fully_sharded_model_space")
-# Every subgroup costs some bookkeeping in each step; beyond this many it would be felt.
-MOST_SUBGROUPS = 1 << 16
-# Package and name of the classes that Megatron uses for Adam.
-ADAMS = {("transformer_engine", "FusedAdam"), ("apex", "FusedAdam"), ("torch", "Adam"), ("torch", "AdamW")}
-
-
-class HostAdam(torch.optim.Optimizer):
-    """The inner optimizer: AdamW (or Adam with L2 decay) on host states, behind torch's optimizer interface.
-
-    Args:
-        param_groups: Megatron's groups, kept as they are; their `params` are flat shards of the model params, and
-            `lr`, `betas`, `eps` and `weight_decay` are read from them at each step.
-        engine: the states and their update.
-        owners: shard -> index of that shard in the engine.
-        decoupled: AdamW when true, else the decay is added to the grad.
-        deferred: the step's grads that Megatron does not scale in place.
-        early_gather: told of buckets whose params are written.
-        early_grads: knows which of the grads that were sent early have been edited since.
-        defaults: of the hyper-parameters, for whoever reads them.
-
-    `group["step"]` counts the updates, in every param group and the same in all, as FusedAdam's does: an int that a
-    caller may set, in all of them. There is none per subgroup or parameter. `state` is `LiveStates`, which a caller may
-    change as well.
-    """
-
-    def __init__(
-        self,
-        param_groups: list[dict[str, Any]],
-        engine: UpdateEngine,
-        owners: dict[torch.Tensor, int],
-        decoupled: bool,
-        deferred: DeferredGrads,
-        early_gather: EarlyParamGather | None = None,
-        early_grads: EarlyGrads | None = None,
-        defaults: Mapping[str, Any] | None = None,
-    ) -> None:
-        # torch would refuse shards of FP32 params, which are views that autograd knows: give it the groups after.
-        super().__init__([{"params": []}], defaults=dict(defaults or {}))
-        self.param_groups = param_groups
-        for group in param_groups:
-            group.setdefault("step", 0)
-        self._engine = engine
-        self._owners = owners
-        self._decoupled = decoupled
-        self._deferred = deferred
-        self._early_gather = early_gather
-        self._early_grads = early_grads
-        self._store = StateStore(engine, owners)
-        self._state = LiveStates(self._store)
-
-    @property
-    def state(self) -> LiveStates:
-        """Shard -> its states."""
-        return self._state
-
-    @state.setter
-    def state(self, states: Mapping[torch.Tensor, Mapping[str, torch.Tensor]]) -> None:
-        """Replace all states: shards that have none in `states` get fresh ones.
-
-        Raises:
-            KeyError, TypeError, ValueError: what is given cannot be the states. Nothing has been changed.
-        """
-        if not hasattr(self, "_store"):  # torch's constructor
-            return
-        if states is not self._state:
-            self._replace_states({self._store.owner(shard): of_shard for shard, of_shard in states.items()})
-
-    def _replace_states(self, states: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
-        for owner, of_owner in states.items():
-            self._store.checked(owner, of_owner)
-        previous = weakref.ref(self._state)
-        self._state = LiveStates(self._store)
-        if (held := previous()) is not None:
-            held.keep()
-        for owner in self._owners.values():
-            self._store.replace(owner, states.get(owner, {}))
-
-    @property
-    def step_count(self) -> int:
-        """The step that all param groups have; 0 before the first.
-
-        Raises:
-            ValueError: they disagree, or have something else than a whole number.
-        """
-        steps = [_step_of(group) for group in self.param_groups]
-        if len(set(steps)) > 1:
-            of_groups = ", ".join(f"{step} in group {index}" for index, step in enumerate(steps))
-            raise ValueError(
-                f'the param groups of the optimizer disagree on the step: {of_groups}. Set group["step"] to the same '
-                "number in all of optimizer.param_groups"
-            )
-        return steps[0] if steps else 0
-
-    @step_count.setter
-    def step_count(self, step: int) -> None:
-        for group in self.param_groups:
-            group["step"] = step
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once the states are made: they are those of the shards that Megatron has assigned to this rank."""
-        if hasattr(self, "_store"):
-            raise ValueError(
-                "a param group cannot be added to an optimizer with deep optimizer states, which are made for the "
-                "params of its model: build the optimizer again, with get_megatron_optimizer()"
-            )
-        super().add_param_group(param_group)
-
-    @torch.no_grad()
-    @ieee_environment()
-    def step(self, closure: None = None) -> None:
-        """Update all states and params from the grads in the shards' `decoupled_grad`.
-
-        Raises:
-            ValueError: a hyper-parameter of a param group is not usable, the groups disagree on the step, or their
-                params are not the shards (nothing has been updated then).
-            RuntimeError: a shard has no grad: `step` was called before the grads were prepared.
-        """
-        if closure is not None:
-            raise ValueError("HostAdam.step takes no closure: Megatron computes the grads before the step")
-        step = self.step_count + 1
-        scalars: dict[int, AdamScalars] = {}
-        grads: dict[int, torch.Tensor] = {}
-        for group, owners in zip(self.param_groups, self._owners_in_groups(), strict=True):
-            of_group = AdamScalars.at_step(
-                step,
-                lr=float(group["lr"]),
-                betas=tuple(group["betas"]),
-                eps=float(group["eps"]),
-                weight_decay=float(group["weight_decay"]),
-                decoupled=self._decoupled,
-            )
-            for shard, owner in zip(group["params"], owners, strict=True):
-                grad = self._deferred.grad(owner)
-                grad = shard.decoupled_grad if grad is None else grad
-                if grad is None:
-                    raise RuntimeError("HostAdam.step: a parameter shard has no grad; prepare_grads() comes first")
-                scalars[owner], grads[owner] = of_group, grad
-        count = len(self._owners)
-        inputs = StepInputs(
-            grads=[grads[i] for i in range(count)],
-            scalars=[scalars[i] for i in range(count)],
-            grad_scales=self._deferred.factors(),
-            edited=self._early_grads.edited() if self._early_grads else (),
-        )
-        if self._early_gather is None:
-            self._engine.update(inputs)
-        else:
-            self._early_gather.begin()
-            self._engine.update(replace(inputs, release_bucket=self._early_gather.release))
-            self._early_gather.finish()
-        self.step_count = step
-
-    def _owners_in_groups(self) -> list[list[int]]:
-        """For each param group the index of its shards in the engine.
-
-        Raises:
-            ValueError: the groups do not hold each shard once.
-        """
-        owners = [[self._owners.get(shard, -1) for shard in group["params"]] for group in self.param_groups]
-        found = sorted(itertools.chain.from_iterable(owners))
-        if found != list(range(len(self._owners))):
-            foreign, missing = found.count(-1), len(self._owners) - len(set(found) - {-1})
-            raise ValueError(
-                f"the param groups of the optimizer no longer hold each of its {len(self._owners)} parameter shards "
-                f"once: {missing} missing, {plural(foreign, 'tensor')} of another kind, such as clones, "
-                f"{len(found) - foreign - len(set(found) - {-1})} listed twice. Keep the tensors in "
-                'param_groups[...]["params"] as Megatron put them there; to freeze params, set requires_grad = False '
-                "before the optimizer is built"
-            )
-        return owners
-
-    def state_dict(self) -> dict[str, Any]:
-        """torch's layout: `state` by position of the parameter, `param_groups` with positions for `params`. The
-        tensors are those of `state`, not copies."""
-        state = {
-            position: dict(self.state[shard])
-            for position, shard in enumerate(shard for group in self.param_groups for shard in group["params"])
-        }
-        return {"state": state, "param_groups": self.groups_to_save()}
-
-    def groups_to_save(self) -> list[dict[str, Any]]:
-        """The param groups, with positions for `params` and the step as a plain number."""
-        step, positions = self.step_count, itertools.count()
-        return [
-            {**group, "params": [next(positions) for _ in group["params"]], "step": step} for group in self.param_groups
-        ]
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over hyper-parameters, the step and the states, as torch's optimizers do: shards without states in
-        `state_dict` start from zero. States that are those of this optimizer stay.
-
-        Raises:
-            TypeError, ValueError: the number of groups or params differs, the groups do not agree on the step, or a
-                state does not fit. Nothing has been changed.
-        """
-        saved_groups = state_dict["param_groups"]
-        if len(saved_groups) != len(self.param_groups):
-            raise ValueError(
-                f"the checkpoint has {len(saved_groups)} optimizer param groups, this model {len(self.param_groups)}: "
-                "it was saved from a different model or with different --decoupled-lr / weight-decay settings"
-            )
-        owners = self._owners_in_groups()
-        sizes = [len(group["params"]) for group in saved_groups]
-        if sizes != [len(of_group) for of_group in owners]:
-            raise ValueError(
-                f"the optimizer param groups of the checkpoint have {sizes} params on this rank, this model's have "
-                f"{[len(of_group) for of_group in owners]}: it is of another model or layout"
-            )
-        states, steps = {}, {int(group["step"]) for group in saved_groups if group.get("step") is not None}
-        for saved, of_group in zip(saved_groups, owners, strict=True):
-            for position, owner in zip(saved["params"], of_group, strict=True):
-                of_shard = dict(state_dict["state"].get(position, {}))
-                if (step := of_shard.pop("step", None)) is not None:  # where torch's own AdamW keeps it
-                    steps.add(int(step))
-                states[owner] = of_shard
-        if len(steps) > 1:
-            raise ValueError(f"the optimizer param groups of the checkpoint disagree on the step: {sorted(steps)}")
-        self._replace_states(states)
-        for group, saved in zip(self.param_groups, saved_groups, strict=True):
-            group.update({key: value for key, value in saved.items() if key not in ("params", "step")})
-        self.step_count = steps.pop() if steps else 0
 
 
 def _names(model_chunks: list[Any]) -> dict[torch.nn.Parameter, str]:
     return {param: name for chunk in model_chunks for name, param in chunk.named_parameters()}
-
-
-def _step_of(group: Mapping[str, Any]) -> int:
-    """The step of a param group as a plain number; a caller may have set a tensor or an integral float."""
-    step = group.get("step", 0)
-    try:
-        whole = int(step)
-    except (TypeError, ValueError, RuntimeError):
-        whole = -1
-    if whole < 0 or whole != step:
-        raise ValueError(
-            f'group["step"] of a param group is {step!r}: it counts the updates, so set it to a whole number from 0 on'
-        )
-    return whole
-
-
-def make_device(device: torch.device) -> Device:
-    """What runs the programs of parameters on `device`."""
-    return CudaDevice(device) if device.type == "cuda" else HostDevice()
-
-
-def _tunes(options: DosOptions, device: torch.device) -> bool:
-    """Whether the share of the GPU is to be found: the user names none, and there is a GPU."""
-    return device.type == "cuda" and options.dos_gpu_share < 0 and not options.dos_update_stride
-
-
-def _engine_options(options: DosOptions) -> EngineOptions:
-    return EngineOptions(
-        threads=options.dos_cpu_threads or threads.default_threads(),
-        host_share=1 - Fraction(max(options.dos_gpu_share, 0.0)),
-        stride=options.dos_update_stride,
-        resident_share=Fraction(options.dos_resident_share),
-        grads_as_fp32=options.dos_grad_transfer == "fp32",
-    )
-
-
-def _sends_early(options: DosOptions, device: torch.device, config: Any, model_chunks: list[Any]) -> bool:
-    if options.dos_overlap_grad_d2h != "auto":
-        return options.dos_overlap_grad_d2h == "on"
-    # The copies' wait for a reduction might hold up the backward pass: behind it in the one hardware queue, or in the
-    # host. Counting zeros would need stand-ins of 4 bytes for each zero of FP32 grads.
-    waits = [os.environ.get(name) for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_NCCL_BLOCKING_WAIT")]
-    if "1" in waits or config.log_num_zeros_in_grad:
-        return False
-    first = model_chunks[0]
-    return device.type == "cuda" and can_send_grads_early(config, first.ddp_config, first.config)
-
-
-def _announce(subgroups: Partition, options: EngineOptions, reason: str, given: DosOptions) -> None:
-    """Say on the first rank of the job what the states will take, before anything is allocated."""
-    asked_slots = given.dos_early_grad_slots
-    if torch.distributed.get_rank() == 0:
-        on_gpu = f"one subgroup in {options.stride}" if options.stride else f"{float(1 - options.host_share):.0%}"
-        resident = resident_parameters(subgroups, options)
-        on_device = f", GPU memory {gib(12 * resident, 3)} for {resident:,} of them" if resident else ""
-        early = (
-            f"; grads of {plural(options.early_slots, 'subgroup')} sent in the backward pass"
-            if options.early_slots
-            else ""
-        )
-        if asked_slots and not options.early_slots:
-            early = f"; --dos-early-grad-slots {asked_slots} has no effect: no grads can be sent in the backward pass"
-        print(
-            f"deep optimizer states: rank 0 owns {subgroups.numel:,} parameters in "
-            f"{plural(len(subgroups.subgroups), 'subgroup')} of at most {subgroups.largest:,}; host memory "
-            f"{gib(host_bytes(subgroups, options), 3)}, of which staging {gib(staging_bytes(subgroups, options), 3)}"
-            f"{on_device}; {on_gpu} updated on the GPU{reason}, the rest on the CPU with "
-            f"{plural(options.threads, 'thread')} ({_source_of_threads(given)}){early}",
-            flush=True,
-        )
-        near = threads.nearness(options.threads)
-        print(f"{cpu_kernel.describe(options.threads)}{', ' if near else ''}{near}", flush=True)
-
-
-def _source_of_threads(options: DosOptions) -> str:
-    return "--dos-cpu-threads" if options.dos_cpu_threads else threads.source_of_threads()
-
-
-def _complain(options: DosOptions) -> None:
-    """Say on the first rank of each node what its ranks lack."""
-    if threads.is_first_on_node():
-        for complaint in threads.complaints(options.dos_cpu_threads):
-            warnings.warn(f"deep optimizer states: {complaint}", RuntimeWarning, stacklevel=2)
-
-
-def _let_chains_stream() -> None:
-    """Have chains of deep-states optimizers save and load their states as one optimizer alone does.
-
-    Expert parallelism makes such chains. They are Megatron's, and ask each optimizer for all of its states, so their
-    class is what can be hooked. It behaves as before for chains of others.
-    """
-    save, load = ChainedOptimizer.save_parameter_state, ChainedOptimizer.load_parameter_state
-    if getattr(save, "_streams_deep_states", False):
-        return
-
-    def is_ours(chain: ChainedOptimizer) -> bool:
-        ours = (isinstance(one, DeepStatesOptimizer) and not one.is_stub_optimizer for one in chain.chained_optimizers)
-        return len(chain.chained_optimizers) > 1 and all(ours)
-
-    @functools.wraps(save)
-    def save_parameter_state(self: ChainedOptimizer, filename: str) -> None:
-        if is_ours(self):
-            parameter_file.save(self.chained_optimizers, filename)
-        else:
-            save(self, filename)
-
-    @functools.wraps(load)
-    def load_parameter_state(self: ChainedOptimizer, filename: str, *, update_legacy_format: bool = False) -> None:
-        if is_ours(self) and not update_legacy_format:
-            parameter_file.load(self.chained_optimizers, filename)
-        else:
-            load(self, filename, update_legacy_format=update_legacy_format)
-
-    save_parameter_state._streams_deep_states = True
-    ChainedOptimizer.save_parameter_state = save_parameter_state
-    ChainedOptimizer.load_parameter_state = load_parameter_state
-
-
-def _watch_asynchronous_saves() -> None:
-    """Have an asynchronous save look for room in shared memory, whoever starts it: `--async-save` is a flag of
-    megatron.training, and other programs have their own.
-
-    The strategy is Megatron's and made for each save, so its class is what can be hooked. It writes a synchronous save
-    with the same method. All ranks plan a save together before any of them sends something, so they find the same.
-    """
-    save, async_save = TorchDistSaveShardedStrategy.save, TorchDistSaveShardedStrategy.async_save
-    if getattr(async_save, "_looks_for_room", False):
-        return
-
-    @functools.wraps(save)
-    def at_once(self: TorchDistSaveShardedStrategy, *args: Any, **kwargs: Any) -> None:
-        self._saves_at_once = True
-        try:
-            save(self, *args, **kwargs)
-        finally:
-            self._saves_at_once = False
-
-    @functools.wraps(async_save)
-    def looking(self: TorchDistSaveShardedStrategy, *args: Any, **kwargs: Any) -> Any:
-        if not getattr(self, "_saves_at_once", False):
-            require_room_for_copies()
-        return async_save(self, *args, **kwargs)
-
-    looking._looks_for_room = True
-    TorchDistSaveShardedStrategy.save, TorchDistSaveShardedStrategy.async_save = at_once, looking
-
-
-def _share_before_async_saves() -> None:
-    """Have Megatron's queue of asynchronous saves refuse one whose states do not fit into shared memory, on all ranks.
-
-    The queue would wait for ever for a writer that never gets them, see [Note: saves by reference] in `checkpoint`.
-    """
-    schedule = AsyncCallsQueue.schedule_async_request
-    if getattr(schedule, "_shares_deep_states", False):
-        return
-
-    @functools.wraps(schedule)
-    def sharing(self: AsyncCallsQueue, async_request: Any) -> int:
-        problem = share_handouts()
-        failed = torch.tensor([bool(problem)], dtype=torch.int, device=torch.cuda.current_device())
-        torch.distributed.all_reduce(failed, op=torch.distributed.ReduceOp.MAX)  # Megatron has all ranks call this
-        if failed.item():
-            raise CheckpointError(
-                f"{problem or 'another rank has no shared memory left for its optimizer states'}. Nothing was saved, "
-                "earlier checkpoints are as they were. Make room in /dev/shm (docker run --shm-size, or a larger "
-                "tmpfs), or drop --async-save."
-            )
-        return schedule(self, async_request)
-
-    sharing._shares_deep_states = True
-    AsyncCallsQueue.schedule_async_request = sharing
-
-
-def _refuse_mimo() -> None:
-    """Have Megatron's optimizer of a MimoModel refuse deep-states optimizers: it clips grads itself, and looks for them
-    where these are not."""
-    from megatron.core.models.mimo.optimizer import MimoOptimizer  # which imports what imports this module
-
-    if getattr(MimoOptimizer.__init__, "_refuses_deep_states", False):
-        return
-    init = MimoOptimizer.__init__
-
-    @functools.wraps(init)
-    def refusing(self: MimoOptimizer, module_infos: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        for info in module_infos.values():
-            if any(isinstance(one, DeepStatesOptimizer) for one in getattr(info.optimizer, "chained_optimizers", [])):
-                raise UnsupportedOptionError(
-                    "--use-deep-optimizer-states does not work with a MimoModel: its optimizer clips grads itself, and "
-                    "would clip none of these. Drop --use-deep-optimizer-states"
-                )
-        init(self, module_infos, *args, **kwargs)
-
-    refusing._refuses_deep_states = True
-    MimoOptimizer.__init__ = refusing
-
-
-def _require_adam(optimizer: torch.optim.Optimizer | None) -> None:
-    """Refuse an inner optimizer whose update is not the one of these states.
-
-    Megatron takes its Adam from Transformer Engine, Apex or torch. A class put there by somebody else, derived from
-    these or not, may do anything.
-
-    Raises:
-        UnsupportedOptionError: names the class.
-    """
-    kind = type(optimizer)
-    if optimizer is None or (kind.__module__.partition(".")[0], kind.__name__) in ADAMS:
-        return
-    raise UnsupportedOptionError(
-        f"--use-deep-optimizer-states replaces Megatron's Adam, and the inner optimizer is a {kind.__module__}."
-        f"{kind.__qualname__}, whose update may be another one. Leave megatron.core.optimizer.Adam as Megatron imports "
-        "it (FusedAdam of transformer_engine or apex, or torch's AdamW), or drop --use-deep-optimizer-states"
-    )
 
 
 class DeepStatesOptimizer(DistributedOptimizer):

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_dos.adapter.buffers import owned_ranges
 from megatron_dos.program.partition import (
     AUTOMATIC_MAX,
     AUTOMATIC_MIN,
     CUT_ALIGNMENT,
     OwnedRange,
     automatic_subgroup_size,
-    owned_ranges,
     partition,
 )
 

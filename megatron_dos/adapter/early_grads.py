@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from megatron_dos.program.partition import bucket_groups
+from megatron_dos.adapter.buffers import bucket_groups
 from megatron_dos.update.engine import UpdateEngine
 
 __all__ = ["EarlyGrads", "may_change"]

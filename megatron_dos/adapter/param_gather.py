@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megatron_dos.program.partition import bucket_groups
+from megatron_dos.adapter.buffers import bucket_groups
 
 __all__ = ["EarlyParamGather", "is_possible"]
 

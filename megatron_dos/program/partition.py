@@ -13,10 +13,9 @@ Nothing here knows tensors or devices: buckets, offsets and counts only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 __all__ = [
     "BYTES_PER_PARAMETER",
@@ -26,8 +25,6 @@ __all__ = [
     "Piece",
     "Subgroup",
     "automatic_subgroup_size",
-    "bucket_groups",
-    "owned_ranges",
     "partition",
 ]
 
@@ -163,50 +160,6 @@ def _pieces(
         low, high = max(start, owned_start), min(stop, owned_stop)
         if low < high:
             yield Piece(owned.owner, low - owned_start, low, high - low)
-
-
-def owned_ranges(gbuf_ranges: Sequence[Mapping[Any, Sequence[Mapping]]], owners: Mapping[Any, int]) -> list[OwnedRange]:
-    """Read Megatron's `DistributedOptimizer.gbuf_ranges` (buffer -> dtype -> bucket -> param map).
-
-    Args:
-        gbuf_ranges: the structure `_build_gbuf_range_map` makes, one entry a buffer.
-        owners: model parameter -> index of its shard in the caller's list.
-
-    Raises:
-        KeyError: a parameter that the buffers hold is in no param group of the optimizer.
-    """
-    result = []
-    for buffer_index, by_dtype in enumerate(gbuf_ranges):
-        for buckets in by_dtype.values():
-            for bucket_index, bucket in enumerate(buckets):
-                for param, range_map in bucket["param_map"].items():
-                    in_bucket = range_map["gbuf_world_in_bucket"]
-                    result.append(
-                        OwnedRange(owners[param], (buffer_index, bucket_index), in_bucket.start, in_bucket.size)
-                    )
-    return result
-
-
-def bucket_groups(model_chunks: Iterable[Any], buffers: Sequence[Any]) -> Iterator[tuple[Any, set[tuple[int, int]]]]:
-    """Megatron's bucket groups, whose collectives start together, that hold a bucket of `buffers`.
-
-    Args:
-        model_chunks: Megatron's DDP-wrapped chunks.
-        buffers: the buffers of one optimizer, in its order.
-
-    Yields:
-        Each group with its buckets in these buffers, as (buffer index, bucket index).
-    """
-    keys = {
-        id(bucket): (buffer_index, bucket_index)
-        for buffer_index, buffer in enumerate(buffers)
-        for bucket_index, bucket in enumerate(buffer.buckets)
-    }
-    for chunk in model_chunks:
-        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-            buckets = {keys[id(bucket)] for bucket in group.buckets if id(bucket) in keys}
-            if buckets:
-                yield group, buckets
 
 
 STATES = ("master", "exp_avg", "exp_avg_sq")

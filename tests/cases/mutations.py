@@ -68,7 +68,7 @@ def masters_are_taken_from_rounded_weights(replace: Replace = setattr) -> None:
 
 def step_restarts_at_a_load(replace: Replace = setattr) -> None:
     """Case 2: the saved step is not taken over."""
-    from megatron_dos.optimizer import HostAdam
+    from megatron_dos.adapter.host_adam import HostAdam
 
     original = HostAdam.load_state_dict
 
@@ -82,7 +82,7 @@ def step_restarts_at_a_load(replace: Replace = setattr) -> None:
 
 def empty_groups_have_no_step(replace: Replace = setattr) -> None:
     """Cases 2 and 14: a group reports the step of its own params, so 0 on a rank where it has none."""
-    from megatron_dos.optimizer import HostAdam
+    from megatron_dos.adapter.host_adam import HostAdam
 
     original = HostAdam.groups_to_save
 
@@ -376,7 +376,8 @@ def slab_offsets_have_32_bits(replace: Replace = setattr) -> None:
 
 def updates_start_before_grads_are_checked(replace: Replace = setattr) -> None:
     """Case 10: the update runs as soon as the grads are reduced, before the check for inf and before clipping."""
-    from megatron_dos.optimizer import DeepStatesOptimizer, HostAdam
+    from megatron_dos.adapter.host_adam import HostAdam
+    from megatron_dos.optimizer import DeepStatesOptimizer
 
     prepare, step = DeepStatesOptimizer.prepare_grads, HostAdam.step
 
@@ -422,8 +423,8 @@ def construction_runs_an_update(replace: Replace = setattr) -> None:
 
 def groups_hold_class_objects(replace: Replace = setattr) -> None:
     """Case 14: the saved groups hold the scalars of the step, an object of a class of ours."""
+    from megatron_dos.adapter.host_adam import HostAdam
     from megatron_dos.kernels import AdamScalars
-    from megatron_dos.optimizer import HostAdam
 
     original = HostAdam.groups_to_save
     scalars = AdamScalars.at_step(1, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, decoupled=True)
@@ -466,7 +467,7 @@ def new_params_are_staged_in_bf16(replace: Replace = setattr) -> None:
 
 def shards_go_to_torchs_constructor(replace: Replace = setattr) -> None:
     """Case 15: torch's own constructor is given the shards, of which those of FP32 params are no leaves."""
-    from megatron_dos.optimizer import HostAdam
+    from megatron_dos.adapter.host_adam import HostAdam
 
     original = HostAdam.__init__
 
@@ -508,7 +509,7 @@ def kernel_looks_at_addresses_only(replace: Replace = setattr) -> None:
 
 def states_are_held_twice(replace: Replace = setattr) -> None:
     """Case 19: the inner optimizer keeps copies of the states that the engine has."""
-    from megatron_dos.optimizer import HostAdam
+    from megatron_dos.adapter.host_adam import HostAdam
 
     original = HostAdam.__init__
 
@@ -534,8 +535,9 @@ def slabs_are_rounded_up_to_powers_of_two(replace: Replace = setattr) -> None:
 def estimate_comes_too_late(replace: Replace = setattr) -> None:
     """Case 19: what the states take is said after it has been taken."""
     from megatron_dos import optimizer
+    from megatron_dos.adapter import setup
 
-    announce, engine = optimizer._announce, optimizer.UpdateEngine
+    announce, engine = setup._announce, optimizer.UpdateEngine
 
     def build(*args: Any, **kwargs: Any) -> Any:
         built = engine(*args, **kwargs)
@@ -544,7 +546,7 @@ def estimate_comes_too_late(replace: Replace = setattr) -> None:
         return built
 
     waiting: list[tuple] = []
-    replace(optimizer, "_announce", lambda *args: waiting.append(args))
+    replace(setup, "_announce", lambda *args: waiting.append(args))
     replace(optimizer, "UpdateEngine", build)
 
 
