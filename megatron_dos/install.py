@@ -24,7 +24,8 @@ from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-from megatron_dos.arguments import DosOptions, add_arguments, validate_args, validate_config, validate_optimizer
+from megatron_dos.arguments import add_arguments, validate_args, validate_config, validate_optimizer
+from megatron_dos.options.options import DosOptions
 from megatron_dos.patching import known_versions
 from megatron_dos.supported import MEGATRON
 

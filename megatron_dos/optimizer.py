@@ -46,12 +46,7 @@ from megatron_dos.adapter.setup import (
     _tunes,
     make_device,
 )
-from megatron_dos.arguments import (
-    AUTOMATIC_EARLY_SLOTS,
-    DosOptions,
-    UnsupportedOptionError,
-    validate_optimizer,
-)
+from megatron_dos.arguments import validate_optimizer
 from megatron_dos.calibration.cache import cached_machine
 from megatron_dos.checkpointing import parameter_file
 from megatron_dos.checkpointing.handouts import (
@@ -75,6 +70,7 @@ from megatron_dos.node import ranks as node
 from megatron_dos.node import threads
 from megatron_dos.observing.monitor import StepMonitor
 from megatron_dos.observing.tuner import FirstChoice, first_choice
+from megatron_dos.options.options import AUTOMATIC_EARLY_SLOTS, DosOptions, UnsupportedOptionError
 from megatron_dos.planning.workload import Workload
 from megatron_dos.program.partition import Partition, automatic_subgroup_size, partition
 from megatron_dos.update.engine import EngineOptions, UpdateEngine

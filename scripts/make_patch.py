@@ -29,7 +29,8 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from megatron_dos.arguments import DosOptions, field_docs  # noqa: E402
+from megatron_dos.arguments import field_docs  # noqa: E402
+from megatron_dos.options.options import DosOptions  # noqa: E402
 from megatron_dos.patching import FORMAT, parse_diff, read_version  # noqa: E402
 
 ARGUMENTS = "megatron/training/arguments.py"

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dos import cli
-from megatron_dos.arguments import REFUSALS, add_arguments
+from megatron_dos.arguments import add_arguments
+from megatron_dos.options.refusals import REFUSALS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

@@ -13,14 +13,9 @@ import megatron_trees
 import pytest
 
 from megatron_dos import arguments, patching
-from megatron_dos.arguments import (
-    DosOptions,
-    UnsupportedOptionError,
-    add_arguments,
-    own_options,
-    validate_args,
-    validate_config,
-)
+from megatron_dos.arguments import add_arguments, validate_args, validate_config
+from megatron_dos.options import refusals
+from megatron_dos.options.options import DosOptions, UnsupportedOptionError, own_options
 
 FLAG = "--use-deep-optimizer-states"
 
@@ -262,11 +257,11 @@ class TestRefusedByTheConfigs:
 class TestEveryRefusalIsTested:
     def test_each_row_of_the_table(self):
         tested = {flag.split(" ")[0] for flag in (*REFUSED_ARGUMENTS, *REFUSED_FIELDS)}
-        assert {row.flag.split(" ")[0] for row in arguments.REFUSALS} == tested
+        assert {row.flag.split(" ")[0] for row in refusals.REFUSALS} == tested
 
     def test_each_field_of_the_table(self):
         """Fields that this Megatron's configs do not have are tested here: they come from raw arguments."""
-        for row in arguments.REFUSALS:
+        for row in refusals.REFUSALS:
             for name in row.fields:
                 refused = next(value for value in (True, False, "sgd", "bf16", 0.5) if row.refused(value))
                 args = SimpleNamespace(
@@ -389,7 +384,7 @@ class TestEarlyGrads:
         args = args_with(**{"overlap_grad_reduce": True, "dos_overlap_grad_d2h": "on", **REFUSED_EARLY[flag]})
         with pytest.raises(UnsupportedOptionError, match=f"^{EARLY_FLAG} .*{flag}.*or drop {EARLY_FLAG}"):
             validate_args(args)
-        assert not arguments.can_send_grads_early(args)
+        assert not refusals.can_send_grads_early(args)
 
     @pytest.mark.parametrize("flag", REFUSED_EARLY)
     def test_left_to_itself_it_refuses_nothing(self, flag):
@@ -398,7 +393,7 @@ class TestEarlyGrads:
     def test_it_works_with_overlapped_reductions(self):
         args = args_with(overlap_grad_reduce=True, dos_overlap_grad_d2h="on", num_distributed_optimizer_instances=1)
         validate_args(args)
-        assert arguments.can_send_grads_early(args)
+        assert refusals.can_send_grads_early(args)
 
     def test_slots_without_it_are_refused(self):
         with pytest.raises(UnsupportedOptionError, match=r"--dos-early-grad-slots 2 .* --dos-overlap-grad-d2h off"):

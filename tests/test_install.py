@@ -10,7 +10,7 @@ import pytest
 from megatron_trees import TARGETS
 
 from megatron_dos import patching
-from megatron_dos.arguments import DosOptions
+from megatron_dos.options.options import DosOptions
 
 PREAMBLE = """
 import argparse, dataclasses, inspect, json, os, sys, types

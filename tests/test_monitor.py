@@ -14,12 +14,12 @@ import torch
 from test_engine import NUMELS, make_engine, random_params, scalars_at
 from virtual_cuda import VirtualCuda
 
-from megatron_dos.arguments import DosOptions, UnsupportedOptionError, parse_steps
 from megatron_dos.device import CudaDevice
 from megatron_dos.observing import monitor
 from megatron_dos.observing.figures import LaneUse, StepFigures
 from megatron_dos.observing.monitor import EVERY, FIRST, StepMonitor
 from megatron_dos.observing.reporting import Training, line, report, scalars, training
+from megatron_dos.options.options import DosOptions, UnsupportedOptionError, parse_steps
 from megatron_dos.update.operations import StepInputs
 
 CPU = torch.device("cpu")

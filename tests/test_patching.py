@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from megatron_trees import PACKAGE_INFO, TARGETS, snapshot
 
 from megatron_dos import cli, patching
-from megatron_dos.arguments import DosOptions, field_docs
+from megatron_dos.arguments import field_docs
+from megatron_dos.options.options import DosOptions
 from megatron_dos.patching import Hunk, PatchError, apply_hunks, parse_diff
 
 sys.path.insert(0, str(megatron_trees.ROOT / "scripts"))

@@ -14,6 +14,7 @@ import pytest
 from megatron_dos import arguments, refusal
 from megatron_dos.checkpointing.handouts import CheckpointError
 from megatron_dos.node.memory import HostMemoryError
+from megatron_dos.options import options
 from megatron_dos.update.memory import DeviceMemoryError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,7 +45,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("kind", "former"),
     [
-        (arguments.UnsupportedOptionError, ValueError),
+        (options.UnsupportedOptionError, ValueError),
         (HostMemoryError, MemoryError),
         (DeviceMemoryError, MemoryError),
         (CheckpointError, RuntimeError),
@@ -81,10 +82,10 @@ def test_hook_is_set_by_the_command_line_with_our_flags_alone(monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     arguments.validate_args(argparse.Namespace())
     assert sys.excepthook is sys.__excepthook__
-    with pytest.raises(arguments.UnsupportedOptionError):
+    with pytest.raises(options.UnsupportedOptionError):
         arguments.check_args(argparse.Namespace(dos_gpu_share=7.0))
     assert sys.excepthook is sys.__excepthook__
-    with pytest.raises(arguments.UnsupportedOptionError):
+    with pytest.raises(options.UnsupportedOptionError):
         arguments.validate_args(argparse.Namespace(dos_gpu_share=7.0))
     assert sys.excepthook is not sys.__excepthook__
 

@@ -12,9 +12,6 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-from megatron_dos.arguments import (
-    UnsupportedOptionError,
-)
 from megatron_dos.checkpointing import parameter_file
 from megatron_dos.checkpointing.handouts import (
     CheckpointError,
@@ -22,6 +19,7 @@ from megatron_dos.checkpointing.handouts import (
     share_handouts,
 )
 from megatron_dos.optimizer import DeepStatesOptimizer
+from megatron_dos.options.options import UnsupportedOptionError
 
 
 def _let_chains_stream() -> None:

@@ -10,14 +10,11 @@ from typing import Any
 
 import torch
 
-from megatron_dos.arguments import (
-    DosOptions,
-    UnsupportedOptionError,
-    can_send_grads_early,
-)
 from megatron_dos.device import CudaDevice, Device, HostDevice
 from megatron_dos.kernels import cpu as cpu_kernel
 from megatron_dos.node import threads
+from megatron_dos.options.options import DosOptions, UnsupportedOptionError
+from megatron_dos.options.refusals import can_send_grads_early
 from megatron_dos.program.partition import Partition
 from megatron_dos.update.engine import EngineOptions, host_bytes, resident_parameters, staging_bytes
 from megatron_dos.words import gib, plural

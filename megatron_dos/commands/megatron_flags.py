@@ -16,18 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_dos.arguments import (
-    EARLY_GRADS_REFUSALS,
-    REFUSALS,
-    DosOptions,
-    UnsupportedOptionError,
-    add_arguments,
-    can_send_grads_early,
-    check_args,
-    own_options,
-)
+from megatron_dos.arguments import add_arguments, check_args
 from megatron_dos.commands import CommandError
 from megatron_dos.commands.models import KNOWN_MODELS, Layout, Shape, moe_pattern
+from megatron_dos.options.options import DosOptions, UnsupportedOptionError, own_options
+from megatron_dos.options.refusals import EARLY_GRADS_REFUSALS, REFUSALS, can_send_grads_early
 
 __all__ = ["Job", "Training", "add_layout_flags", "flags_of_file", "launch_flags", "layout_overrides", "read_job"]
 

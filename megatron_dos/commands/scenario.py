@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_dos.arguments import AUTOMATIC_EARLY_SLOTS, DosOptions
 from megatron_dos.calibration import cache as calibration
 from megatron_dos.commands import CommandError
 from megatron_dos.commands.megatron_flags import Job
 from megatron_dos.commands.models import Stage, stages, total_parameters
 from megatron_dos.commands.text import short
 from megatron_dos.observing.trace import Span, spans_of
+from megatron_dos.options.options import AUTOMATIC_EARLY_SLOTS, DosOptions
 from megatron_dos.planning.machine import Machine, MachineError, load, preset, preset_names
 from megatron_dos.words import plural
 

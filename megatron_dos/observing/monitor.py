@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
-from megatron_dos.arguments import DosOptions, UnsupportedOptionError, parse_steps
 from megatron_dos.device.protocol import Handlers
 from megatron_dos.observing.figures import StepFigures, SubgroupTraffic, bytes_moved, figures
 from megatron_dos.observing.reporting import Training, report, training
 from megatron_dos.observing.stopwatch import Stopwatch, TimedRun
 from megatron_dos.observing.trace import Span, spans_of, write_chrome_trace
 from megatron_dos.observing.tuner import Decision, ShareTuner
+from megatron_dos.options.options import DosOptions, UnsupportedOptionError, parse_steps
 from megatron_dos.program.schedule import Op, OpKind, Program
 from megatron_dos.update.engine import UpdateEngine
 

@@ -492,9 +492,9 @@ def fp32_params_have_no_owner(replace: Replace = setattr) -> None:
 
 def nothing_is_refused(replace: Replace = setattr) -> None:
     """Cases 16 and 17: the table of what deep optimizer states cannot work with is empty."""
-    from megatron_dos import arguments
+    from megatron_dos.options import refusals
 
-    replace(arguments, "REFUSALS", ())
+    replace(refusals, "REFUSALS", ())
 
 
 def kernel_looks_at_addresses_only(replace: Replace = setattr) -> None:

@@ -100,11 +100,11 @@ def use_adversarial_device(seed: int = 0, all_early: bool = False) -> None:
 
 def let_grads_be_scaled() -> None:
     """Early grads are not refused with --calculate-per-token-loss, under which Megatron scales all grads afterwards."""
-    from megatron_dos import arguments
+    from megatron_dos.options import refusals
 
-    rows = arguments.EARLY_GRADS_REFUSALS
-    arguments.EARLY_GRADS_REFUSALS = tuple(row for row in rows if row.fields != ("calculate_per_token_loss",))
-    assert len(arguments.EARLY_GRADS_REFUSALS) == len(rows) - 1
+    rows = refusals.EARLY_GRADS_REFUSALS
+    refusals.EARLY_GRADS_REFUSALS = tuple(row for row in rows if row.fields != ("calculate_per_token_loss",))
+    assert len(refusals.EARLY_GRADS_REFUSALS) == len(rows) - 1
 
 
 def do_not_look_at_buffers() -> None:
