@@ -7,7 +7,7 @@ into Megatron without patching a file, is the only public name here, and it impo
 
 # The function has the name of its module. Bound here, it stays what `megatron_dos.install` means; were the module
 # imported later, Python would put the module in its place.
-from megatron_dos.install import install
+from megatron_dos.patching.in_memory import install
 from megatron_dos.version import __version__
 
 __all__ = ["__version__", "install"]

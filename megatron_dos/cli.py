@@ -14,8 +14,9 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from megatron_dos import __version__, patching
+from megatron_dos import __version__
 from megatron_dos.commands import CommandError, calibrate, compare_loss, doctor, plan, simulate
+from megatron_dos.patching import on_disk as patching
 
 __all__ = ["main"]
 

@@ -31,7 +31,8 @@ sys.path.insert(0, str(REPOSITORY))
 
 from megatron_dos.arguments import field_docs  # noqa: E402
 from megatron_dos.options.options import DosOptions  # noqa: E402
-from megatron_dos.patching import FORMAT, parse_diff, read_version  # noqa: E402
+from megatron_dos.patching.diffs import parse_diff  # noqa: E402
+from megatron_dos.patching.on_disk import FORMAT, read_version  # noqa: E402
 
 ARGUMENTS = "megatron/training/arguments.py"
 CONFIG = "megatron/core/optimizer/optimizer_config.py"

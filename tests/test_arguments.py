@@ -12,10 +12,11 @@ from types import SimpleNamespace
 import megatron_trees
 import pytest
 
-from megatron_dos import arguments, patching
+from megatron_dos import arguments
 from megatron_dos.arguments import add_arguments, validate_args, validate_config
 from megatron_dos.options import refusals
 from megatron_dos.options.options import DosOptions, UnsupportedOptionError, own_options
+from megatron_dos.patching import on_disk as patching
 
 FLAG = "--use-deep-optimizer-states"
 

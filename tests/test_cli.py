@@ -13,7 +13,8 @@ import pytest
 from megatron_trees import TARGETS, snapshot
 
 import megatron_dos
-from megatron_dos import cli, patching
+from megatron_dos import cli
+from megatron_dos.patching import on_disk as patching
 
 
 @pytest.fixture

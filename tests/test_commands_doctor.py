@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import megatron_dos.kernels
-from megatron_dos import __version__, cli, patching, supported
+from megatron_dos import __version__, cli, supported
 from megatron_dos.calibration import cache as calibration
 from megatron_dos.commands import doctor
+from megatron_dos.patching import on_disk as patching
 
 
 @pytest.fixture(autouse=True)

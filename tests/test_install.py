@@ -9,8 +9,8 @@ import megatron_trees
 import pytest
 from megatron_trees import TARGETS
 
-from megatron_dos import patching
 from megatron_dos.options.options import DosOptions
+from megatron_dos.patching import on_disk as patching
 
 PREAMBLE = """
 import argparse, dataclasses, inspect, json, os, sys, types

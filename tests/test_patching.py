@@ -22,10 +22,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron_trees import PACKAGE_INFO, TARGETS, snapshot
 
-from megatron_dos import cli, patching
+from megatron_dos import cli
 from megatron_dos.arguments import field_docs
 from megatron_dos.options.options import DosOptions
-from megatron_dos.patching import Hunk, PatchError, apply_hunks, parse_diff
+from megatron_dos.patching import on_disk as patching
+from megatron_dos.patching.diffs import Hunk, apply_hunks, parse_diff
+from megatron_dos.patching.on_disk import PatchError
 
 sys.path.insert(0, str(megatron_trees.ROOT / "scripts"))
 import make_patch

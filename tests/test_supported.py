@@ -7,7 +7,8 @@ import importlib.metadata
 
 import pytest
 
-from megatron_dos import patching, supported
+from megatron_dos import supported
+from megatron_dos.patching import on_disk as patching
 from megatron_dos.supported import MEGATRON, MEGATRON_PYTHON, PYTHON, TORCH, Versions
 
 

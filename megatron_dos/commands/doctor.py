@@ -16,10 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_dos import __version__, patching
+from megatron_dos import __version__
 from megatron_dos.calibration import cache as calibration
 from megatron_dos.commands.text import hanging, wrapped
 from megatron_dos.node import gpu, topology
+from megatron_dos.patching import on_disk as patching
 from megatron_dos.supported import MEGATRON, MEGATRON_PYTHON, TORCH
 from megatron_dos.words import gib, plural
 

@@ -45,7 +45,7 @@ def _call(case: dict[str, Any]) -> Any:
 def _choose_optimizer(name: str) -> None:
     if name == "dos":
         return  # its flag is among the arguments, and the server has hooked it in
-    from megatron_dos.install import uninstall
+    from megatron_dos.patching.in_memory import uninstall
 
     uninstall()  # the reference is Megatron as it comes
     if name == "numpy":

@@ -12,7 +12,6 @@ frameworks do without, is hooked when somebody imports it.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib
@@ -26,8 +25,9 @@ from typing import Any
 
 from megatron_dos.arguments import add_arguments, validate_args, validate_config, validate_optimizer
 from megatron_dos.options.options import DosOptions
-from megatron_dos.patching import known_versions
+from megatron_dos.patching.on_disk import known_versions
 from megatron_dos.supported import MEGATRON
+from megatron_dos.wrapping import _exchange, _replaced
 
 __all__ = ["InstallError", "install", "is_patched", "uninstall"]
 
@@ -158,29 +158,12 @@ def _check_emerging(original: Callable[..., Any]) -> Callable[..., Any]:
     return build
 
 
-@contextlib.contextmanager
-def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
-    previous = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, previous)
-
-
 def _replace_function(module: ModuleType, name: str, wrap: Callable[[Callable], Callable]) -> None:
     """Put `wrap(original)` in the place of a function, in `module` and wherever else it was imported to by name."""
     original = getattr(module, name)
     replacement = wrap(original)
     _exchange(name, original, replacement)
     _hooks.undo.append(lambda: _exchange(name, replacement, original))
-
-
-def _exchange(name: str, old: Any, new: Any) -> None:
-    for module in list(sys.modules.values()):
-        # Not getattr, which would make lazy modules import things.
-        if getattr(module, "__dict__", {}).get(name) is old:
-            setattr(module, name, new)
 
 
 # --- The config ------------------------------------------------------------------------------------------------
