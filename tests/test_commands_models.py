@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from megatron_dos.commands import CommandError
-from megatron_dos.commands.megatron_flags import flags_of_file, read_job
+from megatron_dos.commands.launch_files import flags_of_file
+from megatron_dos.commands.megatron_flags import read_job
 from megatron_dos.commands.models import KNOWN_MODELS, Layout, Shape, stages, total_parameters
 
 HERE = Path(__file__).resolve().parent
