@@ -28,10 +28,10 @@ from megatron_dos.adapter.buffers import owned_ranges
 from megatron_dos.adapter.deferred_grads import DeferredGrads
 from megatron_dos.adapter.early_grads import EarlyGrads, may_change
 from megatron_dos.adapter.hooks import (
-    _let_chains_stream,
-    _refuse_mimo,
-    _share_before_async_saves,
-    _watch_asynchronous_saves,
+    let_chains_stream,
+    refuse_mimo,
+    share_before_async_saves,
+    watch_asynchronous_saves,
 )
 from megatron_dos.adapter.host_adam import HostAdam
 from megatron_dos.adapter.main_params import answer_main_param
@@ -100,7 +100,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
         # See [Note: the precision-aware seat].
         config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
         super().__init__(optimizer, config, grad_scaler, init_state_fn, model_chunks, *args, **kwargs)
-        _share_before_async_saves()  # on all ranks, whether or not they own states: they tell each other
+        share_before_async_saves()  # on all ranks, whether or not they own states: they tell each other
         if self.is_stub_optimizer:
             return
         options = DosOptions.from_config(config)
@@ -162,9 +162,9 @@ class DeepStatesOptimizer(DistributedOptimizer):
         self._given_groups: deque[list[dict[str, Any]]] = deque(maxlen=16)  # see _is_own
         self._loads_whole_tensors = False  # of a fully reshardable checkpoint, in the load that goes on
         self._gathers_whole_buffers = False  # to save these
-        _let_chains_stream()
-        _watch_asynchronous_saves()
-        _refuse_mimo()
+        let_chains_stream(DeepStatesOptimizer)
+        watch_asynchronous_saves()
+        refuse_mimo(DeepStatesOptimizer)
         early_grads = None
         if sends_early:
             early_grads = EarlyGrads(model_chunks, self.buffers, self._engine, self._owned_params, self._grad_of)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_dos.checkpointing import handouts
 from megatron_dos.checkpointing import loads as checkpoint
 from megatron_dos.checkpointing.handouts import CheckpointError, Handouts, require_shared_memory
 from megatron_dos.checkpointing.loads import require_same_size, zero_padding
@@ -70,7 +71,7 @@ class TestHandouts:
 
 class TestSharedMemory:
     def test_too_little_is_refused_with_numbers_and_the_way_out(self, monkeypatch):
-        monkeypatch.setattr(checkpoint, "ranks_on_node", lambda: 8)
+        monkeypatch.setattr(handouts, "ranks_on_node", lambda: 8)
         monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=7 << 30))
         with pytest.raises(HostMemoryError, match=r"--async-save .*1\.00 GiB.*8\.00 GiB.*7\.00 GiB.*--shm-size"):
             require_shared_memory(1 << 30)

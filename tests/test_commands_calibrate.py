@@ -83,7 +83,7 @@ class TestMeasuring:
             assert getattr(really_measured, name) != getattr(preset("h200"), name)
         assert "2 ranks at once, 1 threads each" in really_measured.sources["cpu_update_max"]
         assert really_measured.cores == topology.physical_cores()
-        assert really_measured.host_memory == memory.node_memory()
+        assert really_measured.host_memory == topology.node_memory()
         if calibration.gpu_count() == 0:
             for name in GPU_VALUES:
                 assert really_measured.sources[name].startswith("preset h200: ")
@@ -112,7 +112,7 @@ class TestMeasuring:
 import dataclasses, json, sys
 from megatron_dos import cpu_emulation
 cpu_emulation.activate()
-from megatron_dos import calibration_worker as worker, lane_rates
+from megatron_dos.calibration import lane_rates, worker
 lane_rates.sleep_on_stream = lambda milliseconds: None
 rank = worker._Rank(worker.Sizes(**json.loads(sys.argv[1])), has_gpu=True)
 phases = (*worker.HOST_PHASES, *worker.GPU_PHASES)

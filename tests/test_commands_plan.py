@@ -80,10 +80,10 @@ def test_choice_and_times_are_those_of_the_performance_model(plan):
     free = machine.gpu_memory - found["gpu_memory_bytes"]["params"] - found["gpu_memory_bytes"]["grads"]
     kept = found["gpu_memory_bytes"]["activations"]
     kept += machine.gpu_memory / 10  # which advice leaves free
-    choice = choice.choose(machine, work, free_gpu_memory=free, activations=kept, resident_share=0)
-    assert found["choice"]["reason"] == choice.reason
-    assert found["choice"]["limited_by"] == choice.limiting
-    assert found["choice"]["step_seconds_with"] == dict(choice.helps)
+    chosen = choice.choose(machine, work, free_gpu_memory=free, activations=kept, resident_share=0)
+    assert found["choice"]["reason"] == chosen.reason
+    assert found["choice"]["limited_by"] == chosen.limiting
+    assert found["choice"]["step_seconds_with"] == dict(chosen.helps)
     assert rank["subgroups"] == len(work.subgroups)
     systems = {system["name"]: system for system in found["systems"]}
     assert list(systems) == ["ours", *rivals.RIVALS, "states on the GPU: stock Megatron"]

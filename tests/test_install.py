@@ -80,7 +80,7 @@ positional = [field.default for field in dataclasses.fields(OptimizerConfig)]
 
 import megatron_dos
 from megatron_dos.arguments import DosOptions
-from megatron_dos.install import is_patched, uninstall
+from megatron_dos.patching.in_memory import is_patched, uninstall
 before = is_patched(OptimizerConfig)
 megatron_dos.install()
 megatron_dos.install()
@@ -136,7 +136,7 @@ answer(**found)
 TRAINING = """
 import importlib
 import megatron_dos
-from megatron_dos.install import uninstall
+from megatron_dos.patching.in_memory import uninstall
 
 LINE = "--use-deep-optimizer-states --dos-subgroup-size 7"
 
@@ -191,7 +191,7 @@ variables = dict(vars(optimizer.OptimizerConfig))
 path = list(sys.meta_path)
 functions = dict(vars(optimizer))
 import megatron_dos
-from megatron_dos.install import uninstall
+from megatron_dos.patching.in_memory import uninstall
 sys.modules["megatron_dos.optimizer"] = stand_in("megatron_dos.optimizer")
 for call in (megatron_dos.install, uninstall):
     call()

@@ -19,57 +19,37 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import readme_tables  # noqa: E402
 
 LAYERS = {
+    # Ground files.
     "version": {"_version"},
-    "kernels": {"words"},
-    "partition": set(),
-    "schedule": set(),
-    "machine": set(),
-    "perf_model": {"device", "machine", "partition", "schedule", "words"},
-    "rivals": {"device", "machine", "perf_model", "schedule"},
-    "reservations": set(),
-    "states": {"kernels", "refusal", "reservations", "words"},
-    "checkpoint": {"kernels", "refusal", "state_stream", "states", "torch_file", "words"},
-    "deferred_grads": {"kernels"},
-    "param_gather": {"partition"},
-    "reshardable": set(),
-    "arguments": {"refusal"},
-    "device": {"schedule"},
-    "files": set(),
     "words": set(),
     "refusal": set(),
     "supported": set(),
-    "torch_file": set(),
-    "state_stream": set(),
-    "parameter_file": {"checkpoint", "files", "state_stream", "torch_file"},
-    "trace": {"device", "files", "schedule"},
-    "lane_rates": {"kernels", "perf_model"},
-    "calibration_worker": {"kernels", "lane_rates"},
-    "calibration": {"calibration_worker", "files", "machine", "version"},
-    "runs": {"partition"},
-    "operations": {"engine", "kernels", "partition", "runs", "schedule", "states"},
-    "early_grads": {"engine", "partition"},
-    "live_states": {"engine"},
-    "engine": {"device", "kernels", "live_states", "operations", "partition", "runs", "schedule", "states"},
-    "main_params": {"engine"},
-    "measure": {"device", "perf_model", "schedule"},
-    "tuner": {"device", "machine", "measure", "perf_model", "schedule"},
-    "reporting": {"measure"},
-    "monitor": {"arguments", "device", "engine", "measure", "reporting", "schedule", "trace", "tuner"},
+    "files": set(),
+    "wrapping": set(),
+    # Rooms, each above those that it imports.
+    "program": set(),
+    "options": {"refusal"},
+    "node": {"refusal", "words"},
+    "kernels": {"node", "words"},
+    "device": {"program"},
+    "update": {"device", "kernels", "node", "program", "refusal", "words"},
+    "checkpointing": {"files", "node", "refusal", "words"},
+    "planning": {"program", "words"},
+    "calibration": {"files", "kernels", "node", "planning", "version"},
+    "observing": {"device", "files", "options", "planning", "program", "update", "words"},
+    "adapter": {"checkpointing", "device", "kernels", "node", "options", "program", "update", "words"},
+    # Doors.
+    "arguments": {"options", "refusal"},
     "optimizer": {
-        *("arguments", "checkpoint", "device", "early_grads", "engine", "kernels", "deferred_grads", "operations"),
-        "live_states",
-        *("calibration", "monitor", "param_gather", "parameter_file", "partition", "perf_model", "reshardable"),
-        *("main_params", "state_stream", "tuner", "words"),
+        *("adapter", "calibration", "checkpointing", "device", "kernels", "node", "observing", "options", "planning"),
+        *("arguments", "program", "update", "words"),
     },
 }
 """Module or folder of the package -> the others that it may import. What is not named here may import all but
 cpu_emulation. A program is a value of `schedule`; devices run programs, so they know its types."""
 
-KNOWS_NO_MEGATRON = tuple(part for part in LAYERS if part not in ("optimizer", "reshardable"))
-KNOWS_NO_TORCH = (
-    *("partition", "schedule", "machine", "perf_model", "rivals", "arguments"),
-    *("files", "trace", "measure", "tuner", "words", "supported"),
-)
+KNOWS_NO_MEGATRON = tuple(part for part in LAYERS if part not in ("adapter", "checkpointing", "optimizer"))
+KNOWS_NO_TORCH = ("program", "options", "planning", "arguments", "files", "words", "version", "supported")
 
 
 def imported_modules(path: Path) -> Iterator[str]:

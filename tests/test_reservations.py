@@ -9,7 +9,6 @@ import os
 import pytest
 
 from megatron_dos.node import memory, reservations
-from megatron_dos.update import memory as states
 
 
 @pytest.fixture(autouse=True)
@@ -82,8 +81,8 @@ def test_a_file_that_was_not_written_to_its_end_holds_nothing(file, content):
 
 def test_page_locking_ranks_are_refused_together(monkeypatch, other):
     """Each alone would fit into what all of them see as available."""
-    monkeypatch.setattr(states.gpu, "in_use", lambda: True)
-    monkeypatch.setattr(states, "ranks_on_node", lambda: 2)  # a GPU that is not there has no place to ask for
+    monkeypatch.setattr(memory.gpu, "in_use", lambda: True)
+    monkeypatch.setattr(memory, "ranks_on_node", lambda: 2)  # a GPU that is not there has no place to ask for
     monkeypatch.setattr(memory, "available_host_memory", lambda: 100)
     other(60)
     with pytest.raises(memory.HostMemoryError):

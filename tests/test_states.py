@@ -22,9 +22,9 @@ def test_refuses_what_does_not_fit_and_says_how_much_is_missing(monkeypatch):
 
 def test_page_locked_memory_of_earlier_ranks_is_not_counted_twice(monkeypatch):
     monkeypatch.setattr(memory, "available_host_memory", lambda: 30 * 2**30)  # 7 of 8 ranks have taken their 10 GiB
-    monkeypatch.setattr(states.gpu, "in_use", lambda: True)
-    monkeypatch.setattr(states.gpu, "numa_node", lambda: (None, ""))
-    monkeypatch.setattr(states.gpu, "numa_nodes", lambda ranks: [None] * ranks)
+    monkeypatch.setattr(memory.gpu, "in_use", lambda: True)
+    monkeypatch.setattr(memory.gpu, "numa_node", lambda: (None, ""))
+    monkeypatch.setattr(memory.gpu, "numa_nodes", lambda ranks: [None] * ranks)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     memory.require_host_memory(10 * 2**30)
     with pytest.raises(memory.HostMemoryError):
@@ -51,7 +51,7 @@ def test_the_engine_allocates_nothing_when_it_refuses(monkeypatch):
 def test_a_limit_of_any_control_group_counts_and_file_cache_does_not(monkeypatch, tmp_path):
     job, step = tmp_path / "job", tmp_path / "job" / "step"
     step.mkdir(parents=True)
-    monkeypatch.setattr(states, "control_groups", lambda controller: iter([step, job, tmp_path]))
+    monkeypatch.setattr(memory, "control_groups", lambda controller: iter([step, job, tmp_path]))
     for group, limit, usage, cache in ((step, "max", 1000, 0), (job, "5000", 2500, 500)):
         (group / "memory.max").write_text(f"{limit}\n")
         (group / "memory.current").write_text(f"{usage}\n")

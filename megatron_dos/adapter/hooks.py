@@ -18,23 +18,25 @@ from megatron_dos.checkpointing.handouts import (
     require_room_for_copies,
     share_handouts,
 )
-from megatron_dos.optimizer import DeepStatesOptimizer
 from megatron_dos.options.options import UnsupportedOptionError
 
 
-def _let_chains_stream() -> None:
+def let_chains_stream(ours: type) -> None:
     """Have chains of deep-states optimizers save and load their states as one optimizer alone does.
 
     Expert parallelism makes such chains. They are Megatron's, and ask each optimizer for all of its states, so their
     class is what can be hooked. It behaves as before for chains of others.
+
+    Args:
+        ours: the class of deep-states optimizers.
     """
     save, load = ChainedOptimizer.save_parameter_state, ChainedOptimizer.load_parameter_state
     if getattr(save, "_streams_deep_states", False):
         return
 
     def is_ours(chain: ChainedOptimizer) -> bool:
-        ours = (isinstance(one, DeepStatesOptimizer) and not one.is_stub_optimizer for one in chain.chained_optimizers)
-        return len(chain.chained_optimizers) > 1 and all(ours)
+        have_states = (isinstance(one, ours) and not one.is_stub_optimizer for one in chain.chained_optimizers)
+        return len(chain.chained_optimizers) > 1 and all(have_states)
 
     @functools.wraps(save)
     def save_parameter_state(self: ChainedOptimizer, filename: str) -> None:
@@ -55,7 +57,7 @@ def _let_chains_stream() -> None:
     ChainedOptimizer.load_parameter_state = load_parameter_state
 
 
-def _watch_asynchronous_saves() -> None:
+def watch_asynchronous_saves() -> None:
     """Have an asynchronous save look for room in shared memory, whoever starts it: `--async-save` is a flag of
     megatron.training, and other programs have their own.
 
@@ -84,7 +86,7 @@ def _watch_asynchronous_saves() -> None:
     TorchDistSaveShardedStrategy.save, TorchDistSaveShardedStrategy.async_save = at_once, looking
 
 
-def _share_before_async_saves() -> None:
+def share_before_async_saves() -> None:
     """Have Megatron's queue of asynchronous saves refuse one whose states do not fit into shared memory, on all ranks.
 
     The queue would wait for ever for a writer that never gets them, see [Note: saves by reference] in `checkpoint`.
@@ -110,7 +112,7 @@ def _share_before_async_saves() -> None:
     AsyncCallsQueue.schedule_async_request = sharing
 
 
-def _refuse_mimo() -> None:
+def refuse_mimo(ours: type) -> None:
     """Have Megatron's optimizer of a MimoModel refuse deep-states optimizers: it clips grads itself, and looks for them
     where these are not."""
     from megatron.core.models.mimo.optimizer import MimoOptimizer  # which imports what imports this module
@@ -122,7 +124,7 @@ def _refuse_mimo() -> None:
     @functools.wraps(init)
     def refusing(self: MimoOptimizer, module_infos: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         for info in module_infos.values():
-            if any(isinstance(one, DeepStatesOptimizer) for one in getattr(info.optimizer, "chained_optimizers", [])):
+            if any(isinstance(one, ours) for one in getattr(info.optimizer, "chained_optimizers", [])):
                 raise UnsupportedOptionError(
                     "--use-deep-optimizer-states does not work with a MimoModel: its optimizer clips grads itself, and "
                     "would clip none of these. Drop --use-deep-optimizer-states"

@@ -21,8 +21,7 @@ from pathlib import Path
 
 from megatron_dos.files import new_file
 from megatron_dos.node.gpu import _gpu_names, driver_version, gpu_count
-from megatron_dos.node.memory import node_memory
-from megatron_dos.node.topology import cpu_model
+from megatron_dos.node.topology import cpu_model, node_memory
 from megatron_dos.planning.machine import Machine, MachineError, load
 from megatron_dos.version import RELEASE
 

@@ -25,7 +25,7 @@ from megatron_dos.calibration.worker import GPU_PHASES, HOST_PHASES, Sizes
 from megatron_dos.commands import CommandError
 from megatron_dos.commands.text import table
 from megatron_dos.files import new_file
-from megatron_dos.node import memory, topology
+from megatron_dos.node import topology
 from megatron_dos.planning.machine import Machine, MachineError, preset
 from megatron_dos.words import gib, plural
 
@@ -293,7 +293,7 @@ def _machine(
         return sum(rank[name] for rank in results[phase])
 
     take("cores", topology.physical_cores(), "counted: cores of the CPUs that are allowed here")
-    take("host_memory", memory.node_memory(), "counted")
+    take("host_memory", topology.node_memory(), "counted")
     take("cpu_update_per_core", total("one_core"), "measured: one thread, all else idle")
     take("cpu_update_max", total("host_update"), f"{when}, {about['threads']} threads each")
     take("cpu_latency", results["submit"][0]["seconds"], "measured: an update of 64 parameters")

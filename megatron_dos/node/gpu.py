@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 __all__ = ["driver_version", "gpu_count", "in_use", "numa_node", "numa_nodes"]
 
 
 def in_use() -> bool:
     """Whether torch is a CUDA build that sees a GPU and has initialised CUDA in this process."""
+    import torch  # not above: the command line asks for drivers and names without it
+
     count = getattr(torch._C, "_cuda_getDeviceCount", None)
     if torch.version.cuda is None or count is None:
         return False
@@ -23,17 +23,23 @@ def in_use() -> bool:
 
 def numa_node() -> tuple[int | None, str]:
     """The NUMA node of the GPU that this process uses, or None and why it is not known, '' where no GPU is in use."""
+    import torch
+
     return _numa_node(torch._C._cuda_getDevice()) if in_use() else (None, "")
 
 
 def numa_nodes(ranks: int) -> list[int | None]:
     """The NUMA node of the GPU of each local rank, if rank i uses GPU i; None where that is not known."""
+    import torch
+
     if not in_use() or torch._C._cuda_getDeviceCount() < ranks:
         return [None] * ranks
     return [_numa_node(index)[0] for index in range(ranks)]
 
 
 def _numa_node(index: int) -> tuple[int | None, str]:
+    import torch
+
     properties = torch.cuda.get_device_properties(index)
     try:
         address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"

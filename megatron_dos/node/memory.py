@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import os
-
 import psutil
 
 from megatron_dos.node import gpu, reservations
@@ -13,7 +11,7 @@ from megatron_dos.node.threads import ranks_on_node
 from megatron_dos.refusal import Refusal
 from megatron_dos.words import plural
 
-__all__ = ["HostMemoryError", "host_memory_taken", "node_memory", "require_host_memory"]
+__all__ = ["HostMemoryError", "host_memory_taken", "require_host_memory"]
 
 
 class HostMemoryError(MemoryError, Refusal):
@@ -72,8 +70,3 @@ def host_memory_taken() -> None:
     """What `require_host_memory` has allowed is allocated: other ranks see it themselves from now on."""
     if gpu.in_use():
         reservations.release()
-
-
-def node_memory() -> int:
-    """Bytes of memory of the node."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What processors this machine has."""
+"""What processors and how much memory this machine has."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import platform
 from pathlib import Path
 
-__all__ = ["cpu_model", "physical_cores"]
+__all__ = ["cpu_model", "node_memory", "physical_cores"]
 
 
 def cpu_model() -> str:
@@ -28,3 +28,8 @@ def physical_cores() -> int:
         except OSError:  # not told, as in some virtual machines
             cores.add(str(cpu))
     return len(cores)
+
+
+def node_memory() -> int:
+    """Bytes of memory of the node."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

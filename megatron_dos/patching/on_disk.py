@@ -96,7 +96,7 @@ def _patches_folder() -> Traversable:
         return importlib.resources.files("megatron_dos.patches")
     except ModuleNotFoundError:
         # Run from a source tree that is not installed: there the folder lies beside the package.
-        return Path(__file__).resolve().parent.parent / "patches"
+        return Path(__file__).resolve().parents[2] / "patches"
 
 
 def load_patch(folder: Traversable) -> Patch:

@@ -535,9 +535,8 @@ def slabs_are_rounded_up_to_powers_of_two(replace: Replace = setattr) -> None:
 def estimate_comes_too_late(replace: Replace = setattr) -> None:
     """Case 19: what the states take is said after it has been taken."""
     from megatron_dos import optimizer
-    from megatron_dos.adapter import setup
 
-    announce, engine = setup._announce, optimizer.UpdateEngine
+    announce, engine = optimizer._announce, optimizer.UpdateEngine
 
     def build(*args: Any, **kwargs: Any) -> Any:
         built = engine(*args, **kwargs)
@@ -546,7 +545,7 @@ def estimate_comes_too_late(replace: Replace = setattr) -> None:
         return built
 
     waiting: list[tuple] = []
-    replace(setup, "_announce", lambda *args: waiting.append(args))
+    replace(optimizer, "_announce", lambda *args: waiting.append(args))
     replace(optimizer, "UpdateEngine", build)
 
 

@@ -204,7 +204,8 @@ import torch
 started = []
 starts = ("subprocess.Popen", "os.posix_spawn", "os.exec", "os.fork", "os.system")
 sys.addaudithook(lambda event, args: started.append((event, args)) if event in starts else None)
-from megatron_dos import engine, partition
+from megatron_dos.program import partition
+from megatron_dos.update import engine
 from megatron_dos.kernels import AdamScalars, cpu
 from megatron_dos.update.operations import StepInputs
 if sys.argv[1:]:

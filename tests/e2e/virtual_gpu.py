@@ -13,7 +13,6 @@ def tune() -> None:
     import torch
 
     from megatron_dos import optimizer
-    from megatron_dos.adapter import setup
     from megatron_dos.device.sim import SimDevice
     from megatron_dos.observing import monitor
     from megatron_dos.observing.stopwatch import TimedRun
@@ -45,6 +44,6 @@ def tune() -> None:
             return runs
 
     monitor.Stopwatch = VirtualStopwatch
-    setup.make_device = lambda device: SimDevice(seed=torch.distributed.get_rank())
-    setup._tunes = lambda options, device: True
+    optimizer.make_device = lambda device: SimDevice(seed=torch.distributed.get_rank())
+    optimizer._tunes = lambda options, device: True
     optimizer.cached_machine = lambda: None

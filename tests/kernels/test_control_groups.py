@@ -85,7 +85,7 @@ def test_groups_are_those_of_this_process_up_to_the_root():
 def test_a_process_in_a_real_group_finds_its_quota(real_group):
     code = (
         "import os; open(os.environ['GROUP'] + '/cgroup.procs', 'w').write(str(os.getpid()));"
-        "from megatron_dos.kernels import threads;"
+        "from megatron_dos.node import threads;"
         "print(threads.default_threads(), threads.source_of_threads().partition(';')[0])"
     )
     environment = {**os.environ, "GROUP": str(real_group), "LOCAL_WORLD_SIZE": "", "LOCAL_RANK": ""}
