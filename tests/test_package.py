@@ -16,10 +16,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from repository import ROOT
 
 from megatron_dos.version import RELEASE
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def setup_of(tree: Path) -> ModuleType:
@@ -236,7 +235,7 @@ def test_a_source_distribution_installs_and_holds_tests_that_pass(tmp_path):
     shown = subprocess.run([sys.executable, "-c", show], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert shown.stdout.split() == [str(installed / "megatron_dos" / "__init__.py"), RELEASE]
     # Not `python -m pytest`, which would put the unpacked sources, without the C++ module, before what is installed.
-    some = ["tests/kernels/test_reference.py", "tests/test_partition.py", "tests/test_arguments.py"]
+    some = ["tests/kernels/test_reference.py", "tests/program/test_partition.py", "tests/test_arguments.py"]
     tests = "import sys, pytest; sys.path.remove(''); sys.exit(pytest.main(sys.argv[1:]))"
     done = subprocess.run(
         [sys.executable, "-c", tests, "-q", "-p", "no:cacheprovider", *some],

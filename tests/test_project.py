@@ -11,12 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import readme_tables
+from repository import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "megatron_dos"
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import readme_tables  # noqa: E402
 
 LAYERS = {
     # Ground files.

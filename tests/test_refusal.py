@@ -7,9 +7,9 @@ import argparse
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from repository import ROOT
 
 from megatron_dos import arguments, refusal
 from megatron_dos.checkpointing.handouts import CheckpointError
@@ -17,7 +17,6 @@ from megatron_dos.node.memory import HostMemoryError
 from megatron_dos.options import options
 from megatron_dos.update.memory import DeviceMemoryError
 
-ROOT = Path(__file__).resolve().parent.parent
 HOOK = """
 from megatron_dos.refusal import Refusal, end_in_one_message
 end_in_one_message()

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
+from repository import ROOT
 
 from megatron_dos.words import gib, plural
 
-ROOT = Path(__file__).resolve().parent.parent
 SOURCES = [*(ROOT / "megatron_dos").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]
 
 

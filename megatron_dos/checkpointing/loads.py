@@ -5,7 +5,7 @@ leave half a state behind unnoticed.
 [Note: saves by reference] A save hands out views of the host states, not copies: that is how a synchronous save takes
 no second copy of them. An asynchronous one must not see the steps that follow. Megatron's persistent writer is sent the
 tensors through a queue, which copies host tensors into shared memory before the save call returns. A writer that is
-forked instead inherits the memory, and page-locked states are mapped shared (see `kernels/slab.py`), so it would see
+forked instead inherits the memory, and page-locked states are mapped shared (see `node/slab.py`), so it would see
 every later step. `Handouts` therefore copies what is handed out and still in use just before a fork. Either way the
 file holds the states at the moment of the call, no step ever waits for a writer, and the copy lives as long as the
 writer needs it.

@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness import Megatron
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "e2e"), str(HERE.parent), str(HERE.parents[1] / "scripts")]
-
-from harness import Megatron  # noqa: E402
 
 
 @pytest.fixture(scope="session")

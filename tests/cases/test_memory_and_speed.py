@@ -17,6 +17,7 @@ import pytest
 import test_cuda_device
 import torch
 from case_runs import arguments_of, in_ranks, prepare
+from repository import ROOT
 from shown_to_fail import fails_under
 
 from megatron_dos import _cpp_adam
@@ -31,7 +32,6 @@ from megatron_dos.update import engine
 from megatron_dos.update.operations import StepInputs
 from megatron_dos.words import plural
 
-ROOT = Path(__file__).resolve().parents[2]
 CPP = ROOT / "cpp_adam" / "src"
 
 # ---- 19: memory -----------------------------------------------------------------------------------------------------

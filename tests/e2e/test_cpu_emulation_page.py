@@ -9,11 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import megatron_trees
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
-import megatron_trees  # noqa: E402
+from repository import ROOT
 
 BLOCKS = re.findall(
     r"^```bash\n(.*?)^```$", (ROOT / "docs" / "cpu-emulation.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL

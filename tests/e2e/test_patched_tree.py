@@ -8,16 +8,13 @@ of pip's package, which comes without one, with scripts/pretrain_gpt.py.
 import os
 import subprocess
 import sys
-from pathlib import Path
 
+import megatron_trees
 import pytest
 from harness import LAYOUTS, PRECISIONS, TINY
+from repository import ROOT
 
 from megatron_dos.cli import main as megatron_dos
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
-import megatron_trees  # noqa: E402
 
 CHECKOUT = os.environ.get("MEGATRON_LM")
 

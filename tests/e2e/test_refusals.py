@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 from harness import LAYOUTS, PRECISIONS, TINY
-
-ROOT = Path(__file__).resolve().parents[2]
+from repository import ROOT
 
 PRETRAIN = """
 import runpy, sys

@@ -213,7 +213,7 @@ def engine(library: ctypes.CDLL) -> Any:
     from gpu_check_stages import engine as stage
 
     from megatron_dos.device import CudaDevice
-    from megatron_dos.engine import EngineOptions
+    from megatron_dos.update.engine import EngineOptions
     from software_gpu.kernels import replace_triton
 
     replace_triton()

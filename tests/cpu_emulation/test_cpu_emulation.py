@@ -27,10 +27,10 @@ from pathlib import Path
 import megatron_trees
 import pytest
 import torch
+from repository import ROOT
 
 from megatron_dos import cpu_emulation
 
-ROOT = Path(__file__).resolve().parents[1]
 CHILD_LIMIT_S = 60
 
 CHILD = """
@@ -55,7 +55,7 @@ for line in sys.stdin:
 @pytest.fixture(scope="module")
 def child() -> Iterator[subprocess.Popen[str]]:
     """A process with the stand-in in place, which runs `emulated` tests by name."""
-    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent), str(ROOT / "tests" / "helpers")])
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", CHILD],
         stdin=subprocess.PIPE,

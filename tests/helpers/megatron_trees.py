@@ -12,7 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from repository import ROOT
+
+__all__ = ["ROOT"]
 
 TARGETS = (
     "megatron/core/optimizer/__init__.py",

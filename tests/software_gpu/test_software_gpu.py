@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from repository import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
-
-import software_gpu  # noqa: E402
+import software_gpu
 
 pytestmark = [
     pytest.mark.skipif(not software_gpu.is_possible(), reason="torch is no CUDA build; the sim device covers programs"),

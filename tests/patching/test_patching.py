@@ -11,11 +11,11 @@ import os
 import re
 import shutil
 import stat
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import make_patch
 import megatron_trees
 import pytest
 from hypothesis import given
@@ -28,9 +28,6 @@ from megatron_dos.options.options import DosOptions
 from megatron_dos.patching import on_disk as patching
 from megatron_dos.patching.diffs import Hunk, apply_hunks, parse_diff
 from megatron_dos.patching.on_disk import PatchError
-
-sys.path.insert(0, str(megatron_trees.ROOT / "scripts"))
-import make_patch
 
 
 @pytest.fixture
@@ -706,7 +703,7 @@ class TestGenerator:
 
 def test_page_shows_the_size_of_the_patch():
     """docs/patching.md shows what the command prints of each file."""
-    page = (Path(__file__).resolve().parent.parent / "docs" / "patching.md").read_text(encoding="utf-8")
+    page = (megatron_trees.ROOT / "docs" / "patching.md").read_text(encoding="utf-8")
     (patch,) = patching.known_patches()
     shown = dict(re.findall(r"^  (megatron/\S+) +(\+\d+ -\d+)$", page, re.MULTILINE))
     sizes = {

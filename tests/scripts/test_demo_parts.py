@@ -14,16 +14,13 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
+import demo
+import demo_data
+import demo_report
 import numpy as np
 import psutil
 import pytest
-
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import demo  # noqa: E402
-import demo_data  # noqa: E402
-import demo_report  # noqa: E402
+from repository import SCRIPTS
 
 LOG_LINE = (
     " [2026-01-02 03:04:05.678901] iteration       17/      60 | consumed samples:          544 | elapsed time per "

@@ -18,7 +18,8 @@ RANKS = textwrap.dedent(
     """
     import json, os, socket, sys
     import torch.distributed as dist
-    from megatron_dos.kernels import node, threads
+    from megatron_dos.node import ranks as node
+    from megatron_dos.node import threads
 
     def rank(case, number, of):
         for name in node._SIZES + node._RANKS:
@@ -227,7 +228,8 @@ def test_a_store_that_only_pretends_is_no_meeting():
         import os
         import torch.distributed as dist
         from torch.testing._internal.distributed.fake_pg import FakeStore
-        from megatron_dos.kernels import node, threads
+        from megatron_dos.node import ranks as node
+        from megatron_dos.node import threads
         os.sched_getaffinity = lambda pid: set(range(8))
         dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=64)
         node.meet()

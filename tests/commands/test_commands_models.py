@@ -11,13 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from repository import ROOT
 
 from megatron_dos.commands import CommandError
 from megatron_dos.commands.launch_files import flags_of_file
 from megatron_dos.commands.megatron_flags import read_job
 from megatron_dos.commands.models import KNOWN_MODELS, Layout, Shape, stages, total_parameters
 
-HERE = Path(__file__).resolve().parent
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 64 --seq-length 64 "
     "--micro-batch-size 1 --tokenizer-type NullTokenizer --vocab-size 500 --bf16"
@@ -62,8 +62,8 @@ def real_counts() -> dict[str, list[list[int]]]:
     """What Megatron builds: for each case and rank, parameters outside the experts and of the experts."""
     cases = [(shlex.split(f"{SMALL} {flags}"), ranks) for flags, ranks in REAL.values()]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(HERE / "count_parameters.py"), json.dumps(cases)],
-        env={**os.environ, "PYTHONPATH": str(HERE.parent)},
+        [sys.executable, "-W", "ignore", str(ROOT / "tests" / "helpers" / "count_parameters.py"), json.dumps(cases)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=120,

@@ -12,17 +12,13 @@ import sys
 import time
 from pathlib import Path
 
+import gpu_check
 import pytest
+from gpu_check_stages import STAGES, Stage, worker
+from gpu_check_stages.summary import summary, summary_of_stage
+from repository import ROOT, SCRIPTS
 
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ROOT / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import gpu_check  # noqa: E402
-from gpu_check_stages import STAGES, Stage, worker  # noqa: E402
-from gpu_check_stages.summary import summary, summary_of_stage  # noqa: E402
-
-from megatron_dos.node import reservations  # noqa: E402
+from megatron_dos.node import reservations
 
 # One run of each kernel, of each engine case and of each row in seconds; a loaded machine may take minutes.
 PATIENCE = 600

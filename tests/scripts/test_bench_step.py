@@ -8,11 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-
 import bench_step
+import pytest
 from bench_step import CONTENDERS, FUSED, NORMS, ONE_BY_ONE, OURS, OVERLAPPED, STOCK
 
 TINY = ["--layers", "2", "--hidden", "64", "--heads", "4", "--vocabulary", "512", "--positions", "64", "--rounds", "4"]

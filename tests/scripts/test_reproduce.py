@@ -4,16 +4,10 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
 
+import performance_page
 import pytest
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import performance_page  # noqa: E402
-import reproduce  # noqa: E402
+import reproduce
 
 
 @pytest.fixture(scope="module")

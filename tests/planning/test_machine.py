@@ -7,15 +7,13 @@ import configparser
 import json
 from dataclasses import replace
 from fnmatch import fnmatch
-from pathlib import Path
 
 import pytest
+from repository import ROOT
 
 from megatron_dos.planning import machine as machines
 from megatron_dos.planning.machine import Machine, MachineError, load, preset, preset_names
 from megatron_dos.planning.workload import FUSED_PASS
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_the_documented_presets_exist():
