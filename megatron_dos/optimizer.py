@@ -155,7 +155,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
             if param.dtype != torch.float32:  # which is its own master, for the base
                 answer_main_param(param, self._engine, owner)
         if options.async_save:
-            require_shared_memory(self._engine.states.nbytes)
+            require_shared_memory(self._engine.memory.states.nbytes)
         self._handouts = Handouts()
         self._loads = LoadsInPlace(self._refuse_until_loaded)
         self._half_loaded = ""  # why no step is possible, or nothing
@@ -175,7 +175,7 @@ class DeepStatesOptimizer(DistributedOptimizer):
             {shard: owner for owner, shard in enumerate(self._shards)},
             decoupled=config.decoupled_weight_decay,
             deferred=self._deferred,
-            early_gather=EarlyParamGather(model_chunks, self.buffers, self._engine.buckets) if gathers_early else None,
+            early_gather=EarlyParamGather(model_chunks, self.buffers, self._engine.memory.buckets) if gathers_early else None,
             early_grads=early_grads,
             defaults=self.optimizer.defaults,
         )

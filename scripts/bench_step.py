@@ -351,8 +351,8 @@ def made_of(optimizer: Any) -> dict[str, dict[str, int]]:
     inner = of_megatron.optimizer
     engine = getattr(of_megatron, "_engine", None)
     if engine is not None:
-        states = {name: [getattr(engine.states, name)] for name in ("master", "exp_avg", "exp_avg_sq")}
-        found = {**states, "staging": [*engine.host_grads, *engine.host_params]}
+        states = {name: [getattr(engine.memory.states, name)] for name in ("master", "exp_avg", "exp_avg_sq")}
+        found = {**states, "staging": [*engine.memory.host_grads, *engine.memory.host_params]}
     elif hasattr(inner, "cpu_optimizers"):
         of_each = [state for each in inner.cpu_optimizers for state in each.state.values()]
         found = {

@@ -124,7 +124,7 @@ class Run:
         return program
 
     def _send_early(self, step: Step) -> None:
-        self.engine.options = replace(self.case.options, host_share=step.share)
+        self.engine.set_host_share(step.share)
         final = {owner: step.grads[owner].clone() for owner in self.case.changing}
         for owner in final:
             step.grads[owner].fill_(float("nan"))

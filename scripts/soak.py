@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ def _change_share(optimizer: Any) -> None:
     for one in distributed_optimizers(optimizer):
         # 7 of 11 and so on: every share from none to all, in leaps.
         share = Fraction(one.optimizer.step_count * 7 % 11, 10)
-        one._engine.options = replace(one._engine.options, host_share=share)
+        one._engine.set_host_share(share)
 
 
 # ---- The program ----------------------------------------------------------------------------------------------------

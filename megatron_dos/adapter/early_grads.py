@@ -87,7 +87,7 @@ class EarlyGrads:
         _count_edits_apart(buffers)
         self._main_grads = [param.main_grad for param in params]
         self._grads = [grad_of(owner) for owner in range(len(params))]
-        self._owners: dict[tuple[int, int], set[int]] = {bucket: set() for bucket in engine.buckets}
+        self._owners: dict[tuple[int, int], set[int]] = {bucket: set() for bucket in engine.memory.buckets}
         for subgroup in engine.partition.subgroups:
             self._owners[subgroup.bucket].update(piece.owner for piece in subgroup.pieces)
         self._homes = {

@@ -16,7 +16,8 @@ from megatron_dos.node import threads
 from megatron_dos.options.options import DosOptions, UnsupportedOptionError
 from megatron_dos.options.refusals import can_send_grads_early
 from megatron_dos.program.partition import Partition
-from megatron_dos.update.engine import EngineOptions, host_bytes, resident_parameters, staging_bytes
+from megatron_dos.update.engine import EngineOptions
+from megatron_dos.update.memory import host_bytes, resident_parameters, staging_bytes
 from megatron_dos.words import gib, plural
 
 __all__ = ["make_device"]

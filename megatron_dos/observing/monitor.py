@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -135,7 +135,7 @@ class StepMonitor:
                 4 * subgroup.numel
                 if index in casts
                 else sum(piece.numel * grads[piece.owner].element_size() for piece in subgroup.pieces),
-                sum(piece.numel * self._engine.shards[piece.owner].element_size() for piece in subgroup.pieces),
+                sum(piece.numel * self._engine.memory.shards[piece.owner].element_size() for piece in subgroup.pieces),
             )
             for index, subgroup in enumerate(self._engine.partition.subgroups)
         ]
@@ -164,7 +164,7 @@ class StepMonitor:
         decision = self._tuner.observe(found)
         if decision is not None:
             before = self._engine.options.host_share
-            self._engine.options = replace(self._engine.options, host_share=decision.host_share)
+            self._engine.set_host_share(decision.host_share)
             if self._announces:
                 print(self._told(decision, Fraction(before)), flush=True)
 

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from megatron_dos.kernels import AdamScalars
 from megatron_dos.kernels import cpu as cpu_kernel
+from megatron_dos.kernels.device_kernel import DeviceKernel
 from megatron_dos.program.partition import STATES, Piece, Subgroup
 from megatron_dos.program.schedule import Op, OpKind, Placement, Program, Resource
-
-if TYPE_CHECKING:
-    from megatron_dos.update.engine import UpdateEngine
-    from megatron_dos.update.joining import Runs
+from megatron_dos.update.joining import Runs
+from megatron_dos.update.memory import UpdateMemory
 
 __all__ = ["StepInputs", "StepOperations", "send_grads"]
 
@@ -58,16 +57,37 @@ class StepInputs:
 
 
 class StepOperations:
-    """The operations of one step, bound to its inputs and to the engine's memory.
+    """The operations of one step, bound to its inputs and to the memory of the update.
 
     Device staging is taken from the caching allocator here and given back when this object goes, after the step.
+
+    Args:
+        memory: the states, the staging slots and the params.
+        inputs: of this step.
+        program: what the operations are of.
+        runs: how pieces are joined, with these inputs.
+        threads: worker threads of the CPU update.
+        device_kernel: the update on the device; may be missing where nothing is updated there.
+        changing: shards whose grads may change after they were sent early.
     """
 
-    def __init__(self, engine: UpdateEngine, inputs: StepInputs, program: Program) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        memory: UpdateMemory,
+        inputs: StepInputs,
+        program: Program,
+        runs: Runs,
+        *,
+        threads: int,
+        device_kernel: DeviceKernel | None = None,
+        changing: frozenset[int] = frozenset(),
+    ) -> None:
+        self._memory = memory
         self._inputs = inputs
-        self._runs = engine.runs(inputs)
-        subgroups = engine.partition.subgroups
+        self._runs = runs
+        self._threads = threads
+        self._device_kernel = device_kernel
+        subgroups = memory.partition.subgroups
         device = inputs.grads[0].device if inputs.grads else torch.device("cpu")
         streamed = [s.numel for s, p in zip(subgroups, program.placements, strict=True) if p is Placement.STREAMED]
         self._states_slots = [
@@ -76,7 +96,7 @@ class StepOperations:
         ]
         self._placements = program.placements
         self._early = program.early
-        self._changed = engine.changing.union(inputs.edited)
+        self._changed = changing.union(inputs.edited)
         self._cast = {op.subgroup for op in program.ops if op.kind is OpKind.CAST_GRAD}
         largest_cast = max((subgroups[index].numel for index in self._cast), default=0)
         # CPU subgroups that need no cast pass over their slot, so the first to need one may have any.
@@ -103,9 +123,9 @@ class StepOperations:
         slots: dict[str, Sequence[torch.Tensor]] = {
             "device_grad_slot": self._grad_slots,
             "states_slot": self._states_slots,
-            "host_grad_slot": self._engine.host_grads,
-            "early_grad_slot": self._engine.early_grads,
-            "host_param_slot": self._engine.host_params,
+            "host_grad_slot": self._memory.host_grads,
+            "early_grad_slot": self._memory.early_grads,
+            "host_param_slot": self._memory.host_params,
         }
         return [slots[name][index]] if name in slots else []
 
@@ -113,7 +133,7 @@ class StepOperations:
 
     def early_grad_to_host(self, op: Op) -> None:
         """Grads -> early slot."""
-        send_grads(self._subgroup(op), self._runs, self._engine.early_grads[op.slot], self._inputs.grads.__getitem__)
+        send_grads(self._subgroup(op), self._runs, self._memory.early_grads[op.slot], self._inputs.grads.__getitem__)
 
     def cast_grad(self, op: Op) -> None:
         """Grads in their own dtype -> FP32 in the device slot."""
@@ -126,7 +146,7 @@ class StepOperations:
         Of a subgroup whose grads were sent early: those that may have changed since -> early slot.
         """
         if op.subgroup in self._early:
-            subgroup, slot = self._subgroup(op), self._engine.early_grads[op.slot]
+            subgroup, slot = self._subgroup(op), self._memory.early_grads[op.slot]
             changed = [piece for piece in subgroup.pieces if piece.owner in self._changed]
             some = changed if len(changed) < len(subgroup.pieces) else None
             send_grads(subgroup, self._runs, slot, self._inputs.grads.__getitem__, some)
@@ -134,15 +154,15 @@ class StepOperations:
         if op.subgroup in self._cast:
             numel = self._subgroup(op).numel
             source = self._grad_slots[op.slot][:numel]
-            _typed(self._engine.host_grads[op.slot], 0, numel, source.dtype).copy_(source, non_blocking=True)
+            _typed(self._memory.host_grads[op.slot], 0, numel, source.dtype).copy_(source, non_blocking=True)
             return
-        send_grads(self._subgroup(op), self._runs, self._engine.host_grads[op.slot], self._inputs.grads.__getitem__)
+        send_grads(self._subgroup(op), self._runs, self._memory.host_grads[op.slot], self._inputs.grads.__getitem__)
 
     def update_on_host(self, op: Op) -> cpu_kernel.Ticket:
         """Fused update of the host states. The new params, in their model dtype, go to the host slot; without slots
         grads are read and params written where they are."""
-        states = self._engine.states
-        in_place = not self._engine.host_grads
+        states = self._memory.states
+        in_place = not self._memory.host_grads
         if in_place:
             runs = self._runs.of_updates_in_place(op.subgroup)
         else:
@@ -161,7 +181,7 @@ class StepOperations:
                     self._param(piece) if in_place else self._staged_param(op, at, piece),
                 )
             )
-        return cpu_kernel.submit(pieces, self._engine.options.threads)
+        return cpu_kernel.submit(pieces, self._threads)
 
     def param_to_device(self, op: Op) -> None:
         """Host slot -> the parameter buffer, in place."""
@@ -178,12 +198,12 @@ class StepOperations:
         """Fused update in the slot, or of resident states, which reads the grad and writes the param in place."""
         if self._placements[op.subgroup] is Placement.RESIDENT:
             subgroup = self._subgroup(op)
-            states = [self._engine.resident_part(name, subgroup.start, subgroup.stop) for name in STATES]
+            states = [self._memory.resident_part(name, subgroup.start, subgroup.stop) for name in STATES]
         else:
             states = list(self._states_slots[op.slot])
         for at, piece in self._placed(op, self._runs.of_updates_in_place(op.subgroup)):
             master, exp_avg, exp_avg_sq = (state[at : at + piece.numel] for state in states)
-            self._engine.device_kernel(
+            self._device_kernel(
                 master,
                 exp_avg,
                 exp_avg_sq,
@@ -200,19 +220,19 @@ class StepOperations:
     def _copy_states(self, op: Op, to_device: bool) -> None:
         subgroup = self._subgroup(op)
         for name, staged in zip(STATES, self._states_slots[op.slot], strict=True):
-            host = getattr(self._engine.states, name)[subgroup.start : subgroup.stop]
+            host = getattr(self._memory.states, name)[subgroup.start : subgroup.stop]
             staged = staged[: subgroup.numel]
             source, target = (host, staged) if to_device else (staged, host)
             target.copy_(source, non_blocking=True)
 
     def release_bucket(self, op: Op) -> None:
         """Hand the bucket on: all its params are written."""
-        self._inputs.release_bucket(self._engine.buckets[op.subgroup])
+        self._inputs.release_bucket(self._memory.buckets[op.subgroup])
 
     # --- what the operations work on
 
     def _subgroup(self, op: Op) -> Subgroup:
-        return self._engine.partition.subgroups[op.subgroup]
+        return self._memory.partition.subgroups[op.subgroup]
 
     def _placed(self, op: Op, pieces: Sequence[Piece]) -> Iterator[tuple[int, Piece]]:
         """Pieces of the operation's subgroup, each with the number of its first element in the subgroup."""
@@ -224,19 +244,19 @@ class StepOperations:
         return _stretch(self._inputs.grads[piece.owner], piece)
 
     def _param(self, piece: Piece) -> torch.Tensor:
-        return _stretch(self._engine.shards[piece.owner], piece)
+        return _stretch(self._memory.shards[piece.owner], piece)
 
     def _staged_grad(self, op: Op, at: int, piece: Piece) -> torch.Tensor:
         early = self._early.get(op.subgroup)
-        slot = self._engine.host_grads[op.slot] if early is None else self._engine.early_grads[early]
+        slot = self._memory.host_grads[op.slot] if early is None else self._memory.early_grads[early]
         if op.subgroup in self._cast:
             return _typed(slot, 4 * at, piece.numel, torch.float32)
         dtype = self._inputs.grads[piece.owner].dtype
         return _typed(slot, self._runs.grad_width(op.subgroup) * at, piece.numel, dtype)
 
     def _staged_param(self, op: Op, at: int, piece: Piece) -> torch.Tensor:
-        slot = self._engine.host_params[op.slot]
-        dtype = self._engine.shards[piece.owner].dtype
+        slot = self._memory.host_params[op.slot]
+        dtype = self._memory.shards[piece.owner].dtype
         return _typed(slot, self._runs.param_width(op.subgroup) * at, piece.numel, dtype)
 
 

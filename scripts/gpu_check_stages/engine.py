@@ -147,12 +147,12 @@ class Run:
             self.engine.write_owner_states(owner, {"master": first, "exp_avg": zeros, "exp_avg_sq": zeros})
 
     def program(self, number: int, share: Fraction | float) -> Program:
-        self.engine.options = replace(self.engine.options, host_share=share)
+        self.engine.set_host_share(share)
         return self.engine.program(self.grads[number])
 
     def step(self, number: int, share: Fraction | float) -> dict[tuple[int, int], torch.Tensor]:
         """Enqueue a step; the params of each bucket as they are when it is released."""
-        self.engine.options = replace(self.engine.options, host_share=share)
+        self.engine.set_host_share(share)
         released: dict[tuple[int, int], torch.Tensor] = {}
 
         def release(bucket: tuple[int, int]) -> None:
@@ -160,7 +160,7 @@ class Run:
             released[bucket] = _bytes([self.params[owner] for owner in self.case.owners_of[bucket]])
 
         case = self.case
-        if self.engine.early_grads:
+        if self.engine.memory.early_grads:
             self._send_early(self.grads[number])
         self.engine.update(StepInputs(self.grads[number], case.scalars[number], case.grad_scales, release))
         return released
@@ -170,7 +170,7 @@ class Run:
         final = {owner: grads[owner].clone() for owner in self.case.changing}
         for owner in final:
             grads[owner].fill_(float("nan"))
-        for bucket in self.engine.buckets:
+        for bucket in self.engine.memory.buckets:
             self.engine.send_early([bucket], grads.__getitem__)
         for owner, grad in final.items():
             grads[owner].copy_(grad)
@@ -225,7 +225,7 @@ def run(context: Context) -> None:
             for schedule, grads_as_fp32, synchronized in _required(odd or options.early_slots > 0):
                 way = "in part in the backward pass" if options.early_slots else "as FP32" if grads_as_fp32 else "as is"
                 what = f"{dtypes}, {schedule}, grads sent {way}"
-                engine.engine.options = replace(options, grads_as_fp32=grads_as_fp32)
+                engine.engine.use(replace(options, grads_as_fp32=grads_as_fp32))
                 faults += _compare(context, engine, expected, SCHEDULES[schedule], synchronized, number, what, counts)
         context.value("counts", dict(counts))
     context.value("required_seconds", round(time.monotonic() - began, 2))

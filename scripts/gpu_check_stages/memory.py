@@ -16,7 +16,8 @@ from gpu_check_stages.context import Context
 from megatron_dos.device import CudaDevice
 from megatron_dos.kernels import AdamScalars, device_kernel
 from megatron_dos.program.partition import OwnedRange, partition
-from megatron_dos.update.engine import EngineOptions, UpdateEngine, host_bytes
+from megatron_dos.update.engine import EngineOptions, UpdateEngine
+from megatron_dos.update.memory import host_bytes
 from megatron_dos.update.operations import StepInputs
 
 __all__ = ["run"]
@@ -37,7 +38,7 @@ def run(context: Context) -> None:
     kernel = device_kernel.select("auto", param.device)
     rss_before = _resident_bytes()
     engine = UpdateEngine(parts, [param], options, CudaDevice(context.device), kernel)
-    engine.states.master.copy_(param)
+    engine.memory.states.master.copy_(param)
     context.value(
         "states",
         {
@@ -50,13 +51,13 @@ def run(context: Context) -> None:
     if context.dry:
         context.note("Without a GPU, device memory cannot be measured, and the figures for it are 0.")
     else:
-        slots = (*engine.host_grads, *engine.host_params)
-        pinned = [tensor.is_pinned() for tensor in (engine.states.master, engine.states.exp_avg, *slots)]
+        slots = (*engine.memory.host_grads, *engine.memory.host_params)
+        pinned = [tensor.is_pinned() for tensor in (engine.memory.states.master, engine.memory.states.exp_avg, *slots)]
         context.check("states and host slots are page-locked", all(pinned), f"{sum(pinned)} of {len(pinned)} slabs")
     _waits(context, engine, grad)
     rows = []
     for share in SHARES:
-        engine.options = replace(options, host_share=share)
+        engine.use(replace(options, host_share=share))
         rows.append(_measure(context, engine, grad, share))
         context.value("steps", rows)
     for name in ("device memory before is that after a step", "no stream and no event is made after the first step"):
@@ -74,7 +75,7 @@ def run(context: Context) -> None:
 
 def _waits(context: Context, engine: UpdateEngine, grad: torch.Tensor) -> None:
     """A step in which torch refuses to wait for the GPU; it comes after one that compiles the kernels."""
-    engine.options = replace(engine.options, host_share=Fraction(1, 2))
+    engine.set_host_share(Fraction(1, 2))
     error = ""
     for forbidden in (contextlib.nullcontext(), context.waits_forbidden()):
         scalars = AdamScalars.at_step(1, 1e-3, (0.9, 0.95), 1e-8, 0.1, decoupled=True)
@@ -113,7 +114,7 @@ def _measure(context: Context, engine: UpdateEngine, grad: torch.Tensor, share: 
     steps = [step(number) for number in range(1, STEPS + 1)]
     first, later, last = steps[0], steps[1:], steps[-1]
     largest, options = engine.partition.largest, engine.options
-    slots = (options.device_slots if share < 1 else 0, len(engine.host_grads) if share > 0 else 0)
+    slots = (options.device_slots if share < 1 else 0, len(engine.memory.host_grads) if share > 0 else 0)
     expected = slots[0] * 12 * largest + slots[1] * 4 * largest
     return {
         "cpu_share": str(share),

@@ -28,7 +28,7 @@ class Resident:
                 span = slice(subgroup.start, subgroup.stop)
                 states = torch.empty((3, subgroup.numel), dtype=torch.float32, device=device)
                 for row, host in zip(states, ("master", "exp_avg", "exp_avg_sq"), strict=True):
-                    row.copy_(getattr(engine.states, host)[span])
+                    row.copy_(getattr(engine.memory.states, host)[span])
                 self.states[index] = states
 
 
@@ -39,7 +39,14 @@ class ResidentOperations(StepOperations):
         placements = tuple(
             Placement.HOST if placement is Placement.RESIDENT else placement for placement in program.placements
         )
-        super().__init__(engine, inputs, replace(program, placements=placements))
+        super().__init__(
+            engine.memory,
+            inputs,
+            replace(program, placements=placements),
+            engine.runs(inputs),
+            threads=engine.options.threads,
+            device_kernel=engine.device_kernel,
+        )
         first = len(self._states_slots)  # resident states are further slots, which nothing fetches and nothing frees
         self._slot_of = {subgroup: first + number for number, subgroup in enumerate(resident.states)}
         self._states_slots = [*self._states_slots, *resident.states.values()]

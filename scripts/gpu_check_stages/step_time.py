@@ -30,7 +30,7 @@ from megatron_dos.planning.rival_programs import every_kth_with_serial_copies, s
 from megatron_dos.program.partition import OwnedRange, automatic_subgroup_size, partition
 from megatron_dos.program.schedule import OpKind, Placement, Program, SubgroupShape
 from megatron_dos.update.engine import EngineOptions, UpdateEngine
-from megatron_dos.update.operations import StepInputs, StepOperations
+from megatron_dos.update.operations import StepInputs
 from megatron_dos.words import gib
 
 __all__ = ["Bench", "gpt_layer", "run"]
@@ -95,7 +95,7 @@ class Bench:
         self.context.synchronize()
         self._step = 0
         self.flat_params.copy_(self.first_params)
-        states = self.engine.states
+        states = self.engine.memory.states
         states.exp_avg.zero_()
         states.exp_avg_sq.zero_()
         for start in range(0, self.numel, 1 << 26):  # in parts: the temporary FP32 copy is on the device
@@ -116,21 +116,21 @@ class Bench:
     def update(self, gpu_share: Fraction | float, low: bool = False, grads_as_fp32: bool = True) -> None:
         """A step of the engine."""
         options = EngineOptions(threads=0, host_share=1 - Fraction(gpu_share), grads_as_fp32=grads_as_fp32)
-        self.engine.options = options
+        self.engine.use(options)
         self.engine.update(self.inputs(low))
 
     @torch.no_grad()
     def run(self, program: Program, resident: Resident | None = None, device: Any = None) -> None:
         """A step of another program."""
         if resident is None:
-            operations = StepOperations(self.engine, self.inputs(), program)
+            operations = self.engine.operations(self.inputs(), program)
         else:
             operations = ResidentOperations(self.engine, self.inputs(), program, resident)
         (device or self.device).run(program, operations.handlers(), operations.memory)
 
     def program(self, gpu_share: Fraction | float) -> Program:
         """The engine's program for FP32 grads."""
-        self.engine.options = EngineOptions(threads=0, host_share=1 - Fraction(gpu_share))
+        self.engine.use(EngineOptions(threads=0, host_share=1 - Fraction(gpu_share)))
         return self.engine.program(self.grads)
 
     def shapes(self) -> list[SubgroupShape]:
@@ -147,7 +147,7 @@ class Bench:
     def fingerprint(self) -> list[int]:
         """A checksum of every subgroup's states."""
         self.context.synchronize()
-        states = self.engine.states
+        states = self.engine.memory.states
         arrays = [state.numpy().view("uint8") for state in (states.master, states.exp_avg, states.exp_avg_sq)]
         spans = [
             array[4 * subgroup.start : 4 * subgroup.stop] for array in arrays for subgroup in self.partition.subgroups

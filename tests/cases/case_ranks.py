@@ -287,7 +287,7 @@ def parse(command_lines: dict[str, list[str]]) -> dict[str, str]:
 
 def memory_of_states() -> dict[str, Any]:
     """Bytes of host memory behind the states and the staging, and where they are."""
-    from megatron_dos.update import engine
+    from megatron_dos.update.memory import host_bytes
 
     use_adversarial_device()
     run = FlatRun("bfloat16", dos_gpu_share=0.5)
@@ -296,9 +296,9 @@ def memory_of_states() -> dict[str, Any]:
     built = run.inner._engine
     return {
         "owned": owned,
-        "states": sum(bytes_of(live_tensors(built.states))),
+        "states": sum(bytes_of(live_tensors(built.memory.states))),
         "all": sum(bytes_of(live_tensors(built))),
-        "estimate": engine.host_bytes(built.partition, built.options),
+        "estimate": host_bytes(built.partition, built.options),
         "on the device": sum(s.is_cuda for states in run.inner.optimizer.state.values() for s in states.values()),
     }
 
@@ -354,10 +354,10 @@ def order_of_construction() -> list[str]:
 def refuse_what_does_not_fit() -> dict[str, Any]:
     """Build with one byte less than needed: the error, and how much memory had been taken by then."""
     from megatron_dos.node import memory, slab
-    from megatron_dos.update import engine
+    from megatron_dos.update.memory import host_bytes
 
     run = FlatRun("bfloat16")
-    needed = engine.host_bytes(run.inner._engine.partition, run.inner._engine.options)
+    needed = host_bytes(run.inner._engine.partition, run.inner._engine.options)
     memory.available_host_memory = lambda: needed - 1
     taken: list[int] = []
     zeros = slab.zeros

@@ -551,9 +551,9 @@ def estimate_comes_too_late(replace: Replace = setattr) -> None:
 
 def nobody_asks_whether_states_fit(replace: Replace = setattr) -> None:
     """Case 19: memory is taken without a look at what there is."""
-    from megatron_dos.update import engine
+    from megatron_dos.update import memory
 
-    replace(engine, "require_host_memory", lambda needed: None)
+    replace(memory, "require_host_memory", lambda needed: None)
 
 
 def saves_keep_a_copy(replace: Replace = setattr) -> None:

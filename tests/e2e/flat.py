@@ -454,7 +454,7 @@ def resident_states_that_leave_the_device() -> list[bool]:
 
     run = FlatRun("bfloat16", dos_resident_share=1.0)
     run.step(random_grads(1))
-    resident = run.inner._engine.resident
+    resident = run.inner._engine.memory.resident
     before = [StorageWeakRef(getattr(resident, name).untyped_storage()) for name in ("master", "exp_avg", "exp_avg_sq")]
     run.inner._engine.move_resident(torch.device("meta"))
     return [storage.expired() for storage in before]

@@ -121,7 +121,8 @@ def change_share(point: str, model: Any, optimizer: Any, args: Any) -> Any:
     shares = (0, 1, 0.5, 0.25, 0.9)
     for one in distributed_optimizers(optimizer):
         step = one.optimizer.step_count
-        one._engine.options = replace(one._engine.options, host_share=shares[step % 5], grads_as_fp32=bool(step % 2))
+        changed = replace(one._engine.options, host_share=shares[step % 5], grads_as_fp32=bool(step % 2))
+        one._engine.use(changed)
     return None
 
 

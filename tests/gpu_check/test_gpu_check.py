@@ -530,12 +530,12 @@ def run_with_faults() -> dict[str, list[str]]:
             param.as_strided((1,), (1,), param.storage_offset() + param.numel()).fill_(1.0)
 
     def forget_the_last(self, op, run=StepOperations.states_to_host):
-        if op.subgroup + 1 < len(self._engine.partition.subgroups):
+        if op.subgroup + 1 < len(self._memory.partition.subgroups):
             run(self, op)
 
     def release_and_write(self, op, run=StepOperations.release_bucket):
         run(self, op)
-        for piece in self._engine.partition.subgroups[-1].pieces:
+        for piece in self._memory.partition.subgroups[-1].pieces:
             self._param(piece).neg_()
 
     def run_as_it_is(self, program, handlers, memory_of):

@@ -345,7 +345,7 @@ def test_shares_that_are_tuned_between_steps_change_no_bit(cpu):
         ran = simulate(program, durations([s.numel for s in subgroups], rates))
         tuner.observe(figures(step, ran, node.traffic))
         shares.add(tuner.host_share)
-        engine.options = replace(engine.options, host_share=tuner.host_share)
+        engine.set_host_share(tuner.host_share)
     assert len(shares) > 1
     on_host = [place is Placement.HOST for place in engine.program(grads).placements]
     assert (sum(on_host) > len(on_host) / 2) == (cpu > 2e9)

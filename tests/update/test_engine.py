@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
@@ -14,7 +14,8 @@ from megatron_dos.device import HostDevice
 from megatron_dos.kernels import AdamScalars, device_kernel, reference
 from megatron_dos.program.partition import STATES, OwnedRange, partition
 from megatron_dos.program.schedule import OpKind, Placement, build_program
-from megatron_dos.update.engine import EngineOptions, UpdateEngine, host_bytes, resident_parameters, staging_bytes
+from megatron_dos.update.engine import EngineOptions, UpdateEngine
+from megatron_dos.update.memory import host_bytes, resident_parameters, staging_bytes
 from megatron_dos.update.operations import StepInputs
 
 SHAPES = ((1,), (3, 5), (17,), (64, 64), (129, 7), (512, 64))
@@ -52,7 +53,7 @@ def send_early(engine: UpdateEngine, grads: list[torch.Tensor]) -> None:
     final = {owner: grads[owner].clone() for owner in engine.changing}
     for owner in final:
         grads[owner].fill_(7)
-    for bucket in engine.buckets:
+    for bucket in engine.memory.buckets:
         engine.send_early([bucket], grads.__getitem__)
     for owner, grad in final.items():
         grads[owner].copy_(grad)
@@ -95,10 +96,10 @@ def check_against_numpy(
     generator = torch.Generator().manual_seed(1)
     scales = {owner: (unscale, {3: 0.3125, 5: 0.7}.get(owner, 1.0)) for owner in range(len(NUMELS)) if owner != 1}
     for step in range(1, STEPS + 1):
-        engine.options = replace(engine.options, host_share=shares[(step - 1) % len(shares)])
+        engine.set_host_share(shares[(step - 1) % len(shares)])
         grads = [torch.randn(n, generator=generator).to(d) for n, d in zip(NUMELS, grad_dtypes, strict=True)]
         scalars = [scalars_at(step, 0.1 if owner % 2 else 0.0, decoupled) for owner in range(len(NUMELS))]
-        if engine.early_grads:
+        if engine.memory.early_grads:
             send_early(engine, grads)
         engine.update(StepInputs(grads, scalars, scales))
         for owner, grad in enumerate(grads):
@@ -166,13 +167,13 @@ def test_grads_that_are_sent_early(early_slots, grad_dtypes):
 def test_grads_that_were_edited_after_they_were_sent(edited, seen):
     grads = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in NUMELS]
     engines = [make_engine(random_params(), 700, early_slots=slots, changing={4}) for slots in (100, 0)]
-    engines[0].send_early(engines[0].buckets, grads.__getitem__)
+    engines[0].send_early(engines[0].memory.buckets, grads.__getitem__)
     for owner in edited:
         grads[owner].mul_(-2)
     inputs = StepInputs(grads, [scalars_at(1, 0.0)] * len(NUMELS), edited=edited if seen else ())
     for engine in engines:
         engine.update(inputs)
-    assert torch.equal(*(engine.states.exp_avg for engine in engines)) == seen
+    assert torch.equal(*(engine.memory.states.exp_avg for engine in engines)) == seen
     again = [op.subgroup for op in engines[0]._program.ops if op.kind is OpKind.GRAD_TO_HOST]
     changed = {4} | (edited if seen else set())
     subgroups = engines[0].partition.subgroups
@@ -199,22 +200,22 @@ def test_early_grads_of_a_skipped_step_are_not_used():
     params = random_params()
     engine = make_engine(params, 700, early_slots=100)
     old, new = ([torch.full((n,), value) for n in NUMELS] for value in (5.0, 0.0))
-    for bucket in engine.buckets:
+    for bucket in engine.memory.buckets:
         engine.send_early([bucket], old.__getitem__)
     engine.forget_early()
     engine.update(StepInputs(new, [scalars_at(1, 0.0)] * len(NUMELS)))
-    assert not engine.states.exp_avg.any()
+    assert not engine.memory.states.exp_avg.any()
 
 
 def test_a_subgroup_whose_grads_were_sent_may_go_to_the_device_after_all():
     engine = make_engine(random_params(), 700, early_slots=100)
     grads = [torch.randn(n) for n in NUMELS]
-    engine.send_early(engine.buckets, grads.__getitem__)
-    engine.options = replace(engine.options, host_share=Fraction(1, 3))
+    engine.send_early(engine.memory.buckets, grads.__getitem__)
+    engine.set_host_share(Fraction(1, 3))
     engine.update(StepInputs(grads, [scalars_at(1, 0.0)] * len(NUMELS)))
     other = make_engine(random_params(), 700)
     other.update(StepInputs(grads, [scalars_at(1, 0.0)] * len(NUMELS)))
-    assert torch.equal(engine.states.master, other.states.master)
+    assert torch.equal(engine.memory.states.master, other.memory.states.master)
 
 
 @pytest.mark.parametrize("share", SHARES)
@@ -233,14 +234,16 @@ def test_resident_states_are_on_the_device_only_and_come_as_near_to_the_share_as
         assert host_bytes(parts, options) == 12 * (parts.numel - resident) + staging_bytes(parts, options)
     assert resident == parts.numel
     engine = make_engine(random_params(), 700, resident_share=Fraction(1, 2))
-    assert engine.resident.exp_avg.numel() == resident_parameters(parts, engine.options) > 0
-    assert engine.states.exp_avg.numel() + engine.resident.exp_avg.numel() == parts.numel
+    assert engine.memory.resident.exp_avg.numel() == resident_parameters(parts, engine.options) > 0
+    assert engine.memory.states.exp_avg.numel() + engine.memory.resident.exp_avg.numel() == parts.numel
 
 
 def test_states_of_a_shard_that_lies_in_both_memories_can_be_read_and_written():
     engine = make_engine(random_params(), 700, resident_share=Fraction(1, 4))
     (owner,) = [
-        owner for owner, (start, stop) in engine.partition.slab_ranges.items() if start < engine.resident_from < stop
+        owner
+        for owner, (start, stop) in engine.partition.slab_ranges.items()
+        if start < engine.memory.resident_from < stop
     ]
     new = {name: torch.randn(NUMELS[owner]) for name in ("master", "exp_avg", "exp_avg_sq")}
     engine.write_owner_states(owner, new)
@@ -252,9 +255,9 @@ def test_states_of_a_shard_that_lies_in_both_memories_can_be_read_and_written():
 def test_resident_states_can_be_moved():
     engine = make_engine(random_params(), 700, resident_share=Fraction(1, 2))
     engine.move_resident(torch.device("cpu"))
-    assert engine.resident.master.any()
+    assert engine.memory.resident.master.any()
     engine.move_resident(torch.device("meta"))
-    assert {getattr(engine.resident, name).device.type for name in STATES} == {"meta"}
+    assert {getattr(engine.memory.resident, name).device.type for name in STATES} == {"meta"}
 
 
 @pytest.mark.parametrize("share", SHARES)
@@ -267,12 +270,12 @@ def test_zero_grads_without_decay_change_no_bit(share):
     params = random_params()
     before = [param.clone() for param in params]
     engine = make_engine(params, 500, host_share=share)
-    masters = engine.states.master.clone()
+    masters = engine.memory.states.master.clone()
     grads = [torch.zeros(n) for n in NUMELS]
     engine.update(StepInputs(grads, [scalars_at(1, 0.0)] * len(NUMELS)))
-    assert torch.equal(engine.states.master.view(torch.int32), masters.view(torch.int32))
-    assert not engine.states.exp_avg.any()
-    assert not engine.states.exp_avg_sq.any()
+    assert torch.equal(engine.memory.states.master.view(torch.int32), masters.view(torch.int32))
+    assert not engine.memory.states.exp_avg.any()
+    assert not engine.memory.states.exp_avg_sq.any()
     assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, params, strict=True))
 
 
@@ -280,9 +283,9 @@ def test_zero_grads_without_decay_change_no_bit(share):
 def test_constant_grads_move_every_element(share):
     params = random_params()
     engine = make_engine(params, 500, host_share=share)
-    masters = engine.states.master.clone()
+    masters = engine.memory.states.master.clone()
     engine.update(StepInputs([torch.ones(n) for n in NUMELS], [scalars_at(1, 0.0)] * len(NUMELS)))
-    assert (engine.states.master != masters).all()
+    assert (engine.memory.states.master != masters).all()
 
 
 @pytest.mark.parametrize("share", SHARES)
@@ -348,7 +351,7 @@ def test_host_memory_grows_with_the_slots():
     options = EngineOptions(threads=1, host_slots=3, early_slots=2)
     assert host_bytes(parts, options) == 12 * parts.numel + staging_bytes(parts, options)
     engine = make_engine(random_params(), 1000, host_slots=3, early_slots=2)
-    slots = (*engine.host_grads, *engine.host_params, *engine.early_grads)
+    slots = (*engine.memory.host_grads, *engine.memory.host_params, *engine.memory.early_grads)
     assert sum(slot.numel() for slot in slots) == staging_bytes(parts, options)
 
 

@@ -155,12 +155,12 @@ class Watch(TorchDispatchMode):
         found = set()
         for name, index in resources:
             if name in ("grad", "param"):
-                tensors = self.inputs.grads if name == "grad" else self.engine.shards
+                tensors = self.inputs.grads if name == "grad" else self.engine.memory.shards
                 found |= {storage(tensors[p.owner]) for p in self.engine.partition.subgroups[index].pieces}
             elif name == "states":
-                states = self.engine.states
+                states = self.engine.memory.states
                 found |= {storage(states.master), storage(states.exp_avg), storage(states.exp_avg_sq)}
-                resident = self.engine.resident
+                resident = self.engine.memory.resident
                 found |= {storage(resident.master), storage(resident.exp_avg), storage(resident.exp_avg_sq)}
             else:
                 found |= {storage(tensor) for tensor in self.memory((name, index))}
@@ -240,9 +240,9 @@ def step(monkeypatch, engine: UpdateEngine, grad_dtypes, handler=None) -> Watch:
     begin_on_device = engine._device.begin
     monkeypatch.setattr(engine._device, "begin", begin)
     monkeypatch.setattr(StepOperations, "handlers", handlers)
-    watch.memory = lambda resource: [engine.early_grads[resource[1]]]
+    watch.memory = lambda resource: [engine.memory.early_grads[resource[1]]]
     with watch:
-        engine.send_early(engine.buckets, grads.__getitem__)
+        engine.send_early(engine.memory.buckets, grads.__getitem__)
         engine.update(inputs)
     assert released == list(BUCKETS)
     return watch
@@ -279,7 +279,7 @@ def test_grads_that_are_sent_early(monkeypatch, fake, grads):
 def test_resident_states_stay_on_the_device(monkeypatch, fake):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 40, 1 << 40))
     engine = make_engine(MIXED, KERNELS["elementwise"](), host_share=1, resident_share=0.4)
-    assert engine.resident.master.device.type == "cuda"
+    assert engine.memory.resident.master.device.type == "cuda"
     seen = step(monkeypatch, engine, MIXED).seen
     assert seen[OpKind.UPDATE_ON_DEVICE]
     assert not seen[OpKind.STATES_TO_DEVICE]
@@ -358,21 +358,21 @@ def grad_slots_on_the_host(bound, kind, given):
 
 
 def host_grads_on_the_device(bound, kind, given):
-    engine = bound._engine
-    if engine.host_grads[0].device.type == "cpu":
-        engine.host_grads = [torch.empty(slot.shape, dtype=torch.uint8, device=CUDA) for slot in engine.host_grads]
+    memory = bound._memory
+    if memory.host_grads[0].device.type == "cpu":
+        memory.host_grads = [torch.empty(slot.shape, dtype=torch.uint8, device=CUDA) for slot in memory.host_grads]
     return given
 
 
 def host_params_on_the_device(bound, kind, given):
-    engine = bound._engine
-    if engine.host_params[0].device.type == "cpu":
-        engine.host_params = [torch.empty(slot.shape, dtype=torch.uint8, device=CUDA) for slot in engine.host_params]
+    memory = bound._memory
+    if memory.host_params[0].device.type == "cpu":
+        memory.host_params = [torch.empty(slot.shape, dtype=torch.uint8, device=CUDA) for slot in memory.host_params]
     return given
 
 
 def states_on_the_device(bound, kind, given):
-    states = bound._engine.states
+    states = bound._memory.states
     if states.exp_avg.device.type == "cpu":
         states.exp_avg = torch.empty(states.numel, device=CUDA)
     return given
@@ -380,7 +380,7 @@ def states_on_the_device(bound, kind, given):
 
 def device_update_of_the_host_grad(bound, kind, given):
     def update(op):
-        bound._grad = lambda piece: operations._typed(bound._engine.host_grads[0], 0, piece.numel, FP32)
+        bound._grad = lambda piece: operations._typed(bound._memory.host_grads[0], 0, piece.numel, FP32)
         try:
             return given(op)
         finally:
@@ -392,7 +392,7 @@ def device_update_of_the_host_grad(bound, kind, given):
 def device_update_of_the_host_states(bound, kind, given):
     def update(op):
         numel = bound._states_slots[op.slot].shape[1]
-        states = bound._engine.states
+        states = bound._memory.states
         slots, bound._states_slots = bound._states_slots, [[states.master[:numel]] * 3] * len(bound._states_slots)
         try:
             return given(op)
@@ -428,7 +428,7 @@ def another_slot(bound, kind, given):
 def a_cast_on_the_way(bound, kind, given):
     def handle(op):
         for at, piece in bound._placed(op, bound._runs.of_grads(op.subgroup)):
-            target = operations._typed(bound._engine.host_grads[op.slot], 4 * at, piece.numel, FP32)
+            target = operations._typed(bound._memory.host_grads[op.slot], 4 * at, piece.numel, FP32)
             target.copy_(bound._grad(piece), non_blocking=True)
 
     return handle if kind is OpKind.GRAD_TO_HOST else given
@@ -436,7 +436,7 @@ def a_cast_on_the_way(bound, kind, given):
 
 def work_in_a_release(bound, kind, given):
     def handle(op):
-        bound._engine.shards[0].add_(1)
+        bound._memory.shards[0].add_(1)
         return given(op)
 
     return handle if kind is OpKind.RELEASE_BUCKET else given

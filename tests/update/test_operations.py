@@ -124,7 +124,7 @@ def outcome(layout: Layout, subgroup_size: int, device, factors: dict, **options
     engine.update(inputs_at(layout, 1, **factors))
     engine.update(inputs_at(moved, 2, **factors))
     engine.update(inputs_at(layout, 3, **{**factors, "grad_scales": {len(layout.numels) // 2: 0.3}}))
-    states = engine.states
+    states = engine.memory.states
     return [each.view(torch.uint8) for each in (states.master, states.exp_avg, states.exp_avg_sq, *flat.values())]
 
 
@@ -288,8 +288,8 @@ def test_without_slots_nothing_is_staged(monkeypatch):
     engine.update(inputs)
     ((_, _, _, grad, *_, param),) = given
     assert grad.data_ptr() == inputs.grads[0].data_ptr()
-    assert param.data_ptr() == engine.shards[0].data_ptr()
-    assert engine.host_grads == engine.host_params == []
+    assert param.data_ptr() == engine.memory.shards[0].data_ptr()
+    assert engine.memory.host_grads == engine.memory.host_params == []
 
 
 def test_parameters_on_a_gpu_are_not_updated_in_place():

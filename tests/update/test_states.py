@@ -8,7 +8,8 @@ import torch
 from megatron_dos.node import memory
 from megatron_dos.program.partition import OwnedRange, partition
 from megatron_dos.update import memory as states
-from megatron_dos.update.engine import EngineOptions, UpdateEngine, host_bytes, staging_bytes
+from megatron_dos.update.engine import EngineOptions, UpdateEngine
+from megatron_dos.update.memory import host_bytes, staging_bytes
 
 
 def test_refuses_what_does_not_fit_and_says_how_much_is_missing(monkeypatch):
@@ -65,9 +66,9 @@ def test_states_take_12_bytes_a_parameter_and_staging_is_bounded():
     numel, size = 1_000_000, 10_000
     parts = partition([OwnedRange(0, (0, 0), 0, numel)], size)
     engine = UpdateEngine(parts, [torch.zeros(numel)], EngineOptions(threads=1))
-    slabs = [engine.states.master, engine.states.exp_avg, engine.states.exp_avg_sq]
+    slabs = [engine.memory.states.master, engine.memory.states.exp_avg, engine.memory.states.exp_avg_sq]
     assert sum(slab.untyped_storage().nbytes() for slab in slabs) == 12 * numel
-    slots = engine.host_grads + engine.host_params
+    slots = engine.memory.host_grads + engine.memory.host_params
     assert (
         sum(slot.untyped_storage().nbytes() for slot in slots)
         == staging_bytes(engine.partition, engine.options)
