@@ -1,17 +1,112 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One way to hook into the classes, functions and modules of others, and to undo it."""
+"""One way to hook into the classes, functions and objects of others, and to undo it.
+
+Whatever is put in the place of a function is marked as this package's and has the original as `__wrapped__`. Methods of
+classes stay wrapped as long as an optimizer lives that needs it, see `needed_by` and `undo`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+__all__ = ["exchange", "is_wrapped", "needed_by", "replaced", "undo", "wrap_method", "wrap_once"]
+
+MARK = "_wrapped_by_megatron_dos"
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+_undos: list[Callable[[], None]] = []
+_users: weakref.WeakSet[Any] = weakref.WeakSet()
+_undo_is_wanted = False
+
+
+def wrap_once(owner: type, name: str, wrap: Wrap) -> None:
+    """Put `wrap(original)` in the place of a method of a class. Does nothing the second time.
+
+    Raises:
+        AttributeError: the class has no such method: it is of another version than this package knows.
+    """
+    original = _found(owner, name)
+    if is_wrapped(original):
+        return
+    replacement, is_own = _marked(wrap(original), original), name in vars(owner)
+
+    def restore() -> None:
+        if vars(owner).get(name) is not replacement:  # somebody else has wrapped it since
+            return
+        if is_own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+    setattr(owner, name, replacement)
+    _undos.append(restore)
+
+
+def wrap_method(owner: Any, name: str, wrap: Wrap) -> None:
+    """Put `wrap(original)` in the place of a method of one object, and of what this package had put there before.
+
+    Raises:
+        AttributeError: the object has no such method.
+    """
+    original = _found(owner, name)
+    if is_wrapped(original):
+        original = original.__wrapped__
+    setattr(owner, name, _marked(wrap(original), original))
+
+
+def is_wrapped(function: Any) -> bool:
+    """Whether this package has wrapped it, or something that others have wrapped since."""
+    return getattr(function, MARK, False)
+
+
+def needed_by(user: Any) -> None:
+    """As long as `user` lives, wrapped methods of classes stay wrapped."""
+    _users.add(user)
+    weakref.finalize(user, _undo_if_wanted).atexit = False
+
+
+def undo() -> None:
+    """Restore the wrapped methods of classes, now or once nobody needs them any more."""
+    global _undo_is_wanted
+    _undo_is_wanted = True
+    _undo_if_wanted()
+
+
+def _undo_if_wanted() -> None:
+    global _undo_is_wanted
+    if not _undo_is_wanted or len(_users):
+        return
+    _undo_is_wanted = False
+    while _undos:
+        _undos.pop()()
+
+
+def _found(owner: Any, name: str) -> Any:
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        of = owner if isinstance(owner, type) else type(owner)
+        raise AttributeError(
+            f"{of.__module__}.{of.__qualname__} has no {name}: it was changed, or is of a version that megatron-dos "
+            "does not know (run: megatron-dos doctor)"
+        ) from None
+
+
+def _marked(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    functools.update_wrapper(replacement, original)
+    setattr(replacement, MARK, True)
+    return replacement
+
 
 @contextlib.contextmanager
-def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
+def replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
+    """Within the block, a name of a module is another value's."""
     previous = getattr(module, name)
     setattr(module, name, value)
     try:
@@ -20,7 +115,8 @@ def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
         setattr(module, name, previous)
 
 
-def _exchange(name: str, old: Any, new: Any) -> None:
+def exchange(name: str, old: Any, new: Any) -> None:
+    """Put `new` in the place of `old` in every module that has it by that name."""
     for module in list(sys.modules.values()):
         # Not getattr, which would make lazy modules import things.
         if getattr(module, "__dict__", {}).get(name) is old:

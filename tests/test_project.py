@@ -31,16 +31,18 @@ LAYERS = {
     "kernels": {"node", "words"},
     "device": {"program"},
     "update": {"device", "kernels", "node", "program", "refusal", "words"},
-    "checkpointing": {"files", "node", "refusal", "words"},
+    "checkpointing": {"files", "node", "refusal", "words", "wrapping"},
     "planning": {"program", "words"},
     "calibration": {"files", "kernels", "node", "planning", "version"},
     "observing": {"device", "files", "options", "planning", "program", "update", "words"},
-    "adapter": {"checkpointing", "device", "kernels", "node", "options", "program", "update", "words"},
+    "adapter": {
+        *("calibration", "checkpointing", "device", "kernels", "node", "observing", "options", "planning", "program"),
+        *("update", "words", "wrapping"),
+    },
     # Doors.
     "arguments": {"options", "refusal"},
     "optimizer": {
-        *("adapter", "calibration", "checkpointing", "device", "kernels", "node", "observing", "options", "planning"),
-        *("arguments", "program", "update", "words"),
+        *("adapter", "arguments", "checkpointing", "node", "observing", "options", "update"),
     },
 }
 """Module or folder of the package -> the others that it may import. What is not named here may import all but

@@ -8,7 +8,21 @@ from typing import Any
 
 from megatron_dos.program.partition import OwnedRange
 
-__all__ = ["bucket_groups", "owned_ranges"]
+__all__ = ["bucket_groups", "owned_ranges", "owned_shards"]
+
+
+def owned_shards(optimizer: Any) -> tuple[list[Any], list[Any]]:
+    """The params of Megatron's distributed optimizer that this rank owns a part of, and their shards: the flat views of
+    those parts that Megatron has made."""
+    params, shards = [], []
+    for of_params, of_shards in (
+        (optimizer.model_float16_groups, optimizer.shard_float16_groups),
+        (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+    ):
+        for params_of_group, shards_of_group in zip(of_params, of_shards, strict=True):
+            params += params_of_group
+            shards += shards_of_group
+    return params, shards
 
 
 def owned_ranges(gbuf_ranges: Sequence[Mapping[Any, Sequence[Mapping]]], owners: Mapping[Any, int]) -> list[OwnedRange]:

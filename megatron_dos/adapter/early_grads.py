@@ -25,7 +25,7 @@ Torch does not count writes through `.data`, NumPy or raw pointers, collectives,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,8 +33,9 @@ import torch
 
 from megatron_dos.adapter.buffers import bucket_groups
 from megatron_dos.update.engine import UpdateEngine
+from megatron_dos.wrapping import wrap_method
 
-__all__ = ["EarlyGrads", "may_change"]
+__all__ = ["EarlyGrads", "changing_shards", "may_change"]
 
 MARKS = (
     "average_gradients_across_tp_domain",
@@ -61,6 +62,16 @@ def may_change(name: str, param: torch.nn.Parameter) -> bool:
         # Its grad is copied out of the grad buffer when the reduction has ended.
         or getattr(param, "main_grad_copy_in_grad_buffer", None) is not None
     )
+
+
+def changing_shards(params: Sequence[torch.nn.Parameter], names: Mapping[torch.nn.Parameter, str]) -> list[int]:
+    """The shards whose grads may change after their reduction.
+
+    Args:
+        params: by parameter shard, the model parameter that it is a part of.
+        names: of the params, in their model.
+    """
+    return [owner for owner, param in enumerate(params) if may_change(names[param], param)]
 
 
 class EarlyGrads:
@@ -101,11 +112,11 @@ class EarlyGrads:
         # captures CUDA graphs at the end of that step, its trial runs overwrite the reduced grads for a while.
         self._is_first_step, self._has_reduced = True, False
         for group, buckets in bucket_groups(model_chunks, buffers):
-            group.start_grad_sync = partial(self._start_grad_sync, group, group.start_grad_sync, buckets)
-            group.finish_grad_sync = partial(self._finish_grad_sync, group.finish_grad_sync, buckets)
+            wrap_method(group, "start_grad_sync", partial(partial, self._start_grad_sync, group, buckets))
+            wrap_method(group, "finish_grad_sync", partial(partial, self._finish_grad_sync, buckets))
         for buffer in buffers:
             # What is about to be zeroed may still be being read.
-            buffer.reset = partial(self._reset, buffer.reset)
+            wrap_method(buffer, "reset", partial(partial, self._reset))
 
     def edited(self) -> frozenset[int]:
         """The shards whose grads may no longer be those that were sent. See [Note: grads that change]."""
@@ -114,7 +125,7 @@ class EarlyGrads:
         return frozenset(filter(self._is_edited, self._sent))
 
     def _start_grad_sync(
-        self, group: Any, start: Callable[..., None], buckets: set[tuple[int, int]], *args: Any, **kwargs: Any
+        self, group: Any, buckets: set[tuple[int, int]], start: Callable[..., None], *args: Any, **kwargs: Any
     ) -> None:
         start(*args, **kwargs)
         self._has_reduced = True
@@ -126,7 +137,7 @@ class EarlyGrads:
             self._count(owners)
 
     def _finish_grad_sync(
-        self, finish: Callable[..., None], buckets: set[tuple[int, int]], *args: Any, **kwargs: Any
+        self, buckets: set[tuple[int, int]], finish: Callable[..., None], *args: Any, **kwargs: Any
     ) -> None:
         as_sent = {owner for owner in self._owners_in(buckets) & self._sent.keys() if not self._is_edited(owner)}
         finish(*args, **kwargs)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks into Megatron's other optimizer classes."""
+"""Hooks into Megatron's other classes. They behave as before for whoever has no deep-states optimizer."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,56 +18,69 @@ from megatron_dos.checkpointing.handouts import (
     share_handouts,
 )
 from megatron_dos.options.options import UnsupportedOptionError
+from megatron_dos.wrapping import needed_by, wrap_once
+
+__all__ = ["hook_megatron"]
+
+Method = Callable[..., Any]
 
 
-def let_chains_stream(ours: type) -> None:
-    """Have chains of deep-states optimizers save and load their states as one optimizer alone does.
+def hook_megatron(user: Any) -> None:
+    """Wrap what `user`, a deep-states optimizer, needs of Megatron's classes, for as long as it lives.
 
-    Expert parallelism makes such chains. They are Megatron's, and ask each optimizer for all of its states, so their
-    class is what can be hooked. It behaves as before for chains of others.
-
-    Args:
-        ours: the class of deep-states optimizers.
+    All ranks call this, whether or not they own states: in an asynchronous save they tell each other what they find.
     """
-    save, load = ChainedOptimizer.save_parameter_state, ChainedOptimizer.load_parameter_state
-    if getattr(save, "_streams_deep_states", False):
-        return
+    from megatron.core.models.mimo.optimizer import MimoOptimizer  # which imports what imports this module
 
-    def is_ours(chain: ChainedOptimizer) -> bool:
-        have_states = (isinstance(one, ours) and not one.is_stub_optimizer for one in chain.chained_optimizers)
-        return len(chain.chained_optimizers) > 1 and all(have_states)
+    needed_by(user)
+    kind = type(user)
+    wrap_once(ChainedOptimizer, "save_parameter_state", lambda save: _streaming_save(save, kind))
+    wrap_once(ChainedOptimizer, "load_parameter_state", lambda load: _streaming_load(load, kind))
+    wrap_once(TorchDistSaveShardedStrategy, "save", _at_once)
+    wrap_once(TorchDistSaveShardedStrategy, "async_save", _looking_for_room)
+    wrap_once(AsyncCallsQueue, "schedule_async_request", _sharing)
+    wrap_once(MimoOptimizer, "__init__", lambda init: _refusing(init, kind))
 
-    @functools.wraps(save)
+
+# --- Chains of optimizers, as expert parallelism makes them --------------------------------------------------------
+#
+# They are Megatron's, and ask each optimizer for all of its states. With deep-states optimizers they save and load as
+# one of these alone does.
+
+
+def _streaming_save(save: Method, kind: type) -> Method:
     def save_parameter_state(self: ChainedOptimizer, filename: str) -> None:
-        if is_ours(self):
-            parameter_file.save(self.chained_optimizers, filename)
+        if _is_ours(self, kind):
+            parameter_file.save([one.on_file for one in self.chained_optimizers], filename)
         else:
             save(self, filename)
 
-    @functools.wraps(load)
+    return save_parameter_state
+
+
+def _streaming_load(load: Method, kind: type) -> Method:
     def load_parameter_state(self: ChainedOptimizer, filename: str, *, update_legacy_format: bool = False) -> None:
-        if is_ours(self) and not update_legacy_format:
-            parameter_file.load(self.chained_optimizers, filename)
+        if _is_ours(self, kind) and not update_legacy_format:
+            parameter_file.load([one.on_file for one in self.chained_optimizers], filename)
         else:
             load(self, filename, update_legacy_format=update_legacy_format)
 
-    save_parameter_state._streams_deep_states = True
-    ChainedOptimizer.save_parameter_state = save_parameter_state
-    ChainedOptimizer.load_parameter_state = load_parameter_state
+    return load_parameter_state
 
 
-def watch_asynchronous_saves() -> None:
-    """Have an asynchronous save look for room in shared memory, whoever starts it: `--async-save` is a flag of
-    megatron.training, and other programs have their own.
+def _is_ours(chain: ChainedOptimizer, kind: type) -> bool:
+    have_states = (isinstance(one, kind) and not one.is_stub_optimizer for one in chain.chained_optimizers)
+    return len(chain.chained_optimizers) > 1 and all(have_states)
 
-    The strategy is Megatron's and made for each save, so its class is what can be hooked. It writes a synchronous save
-    with the same method. All ranks plan a save together before any of them sends something, so they find the same.
-    """
-    save, async_save = TorchDistSaveShardedStrategy.save, TorchDistSaveShardedStrategy.async_save
-    if getattr(async_save, "_looks_for_room", False):
-        return
 
-    @functools.wraps(save)
+# --- Asynchronous saves --------------------------------------------------------------------------------------------
+#
+# An asynchronous save looks for room in shared memory, whoever starts it: `--async-save` is a flag of
+# megatron.training, and other programs have their own. The strategy writes a synchronous save with the same method. All
+# ranks plan a save together before any of them sends something, so they find the same.
+
+
+def _at_once(save: Method) -> Method:
     def at_once(self: TorchDistSaveShardedStrategy, *args: Any, **kwargs: Any) -> None:
         self._saves_at_once = True
         try:
@@ -76,26 +88,22 @@ def watch_asynchronous_saves() -> None:
         finally:
             self._saves_at_once = False
 
-    @functools.wraps(async_save)
+    return at_once
+
+
+def _looking_for_room(async_save: Method) -> Method:
     def looking(self: TorchDistSaveShardedStrategy, *args: Any, **kwargs: Any) -> Any:
         if not getattr(self, "_saves_at_once", False):
             require_room_for_copies()
         return async_save(self, *args, **kwargs)
 
-    looking._looks_for_room = True
-    TorchDistSaveShardedStrategy.save, TorchDistSaveShardedStrategy.async_save = at_once, looking
+    return looking
 
 
-def share_before_async_saves() -> None:
-    """Have Megatron's queue of asynchronous saves refuse one whose states do not fit into shared memory, on all ranks.
+def _sharing(schedule: Method) -> Method:
+    """Megatron's queue of asynchronous saves refuses one whose states do not fit into shared memory, on all ranks: it
+    would wait for ever for a writer that never gets them. See [Note: saves by reference] in `handouts`."""
 
-    The queue would wait for ever for a writer that never gets them, see [Note: saves by reference] in `checkpoint`.
-    """
-    schedule = AsyncCallsQueue.schedule_async_request
-    if getattr(schedule, "_shares_deep_states", False):
-        return
-
-    @functools.wraps(schedule)
     def sharing(self: AsyncCallsQueue, async_request: Any) -> int:
         problem = share_handouts()
         failed = torch.tensor([bool(problem)], dtype=torch.int, device=torch.cuda.current_device())
@@ -108,28 +116,23 @@ def share_before_async_saves() -> None:
             )
         return schedule(self, async_request)
 
-    sharing._shares_deep_states = True
-    AsyncCallsQueue.schedule_async_request = sharing
+    return sharing
 
 
-def refuse_mimo(ours: type) -> None:
-    """Have Megatron's optimizer of a MimoModel refuse deep-states optimizers: it clips grads itself, and looks for them
-    where these are not."""
-    from megatron.core.models.mimo.optimizer import MimoOptimizer  # which imports what imports this module
+# --- MimoModel -----------------------------------------------------------------------------------------------------
 
-    if getattr(MimoOptimizer.__init__, "_refuses_deep_states", False):
-        return
-    init = MimoOptimizer.__init__
 
-    @functools.wraps(init)
-    def refusing(self: MimoOptimizer, module_infos: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+def _refusing(init: Method, kind: type) -> Method:
+    """Megatron's optimizer of a MimoModel refuses deep-states optimizers: it clips grads itself, and would not find
+    these."""
+
+    def refusing(self: Any, module_infos: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         for info in module_infos.values():
-            if any(isinstance(one, ours) for one in getattr(info.optimizer, "chained_optimizers", [])):
+            if any(isinstance(one, kind) for one in getattr(info.optimizer, "chained_optimizers", [])):
                 raise UnsupportedOptionError(
                     "--use-deep-optimizer-states does not work with a MimoModel: its optimizer clips grads itself, and "
                     "would clip none of these. Drop --use-deep-optimizer-states"
                 )
         init(self, module_infos, *args, **kwargs)
 
-    refusing._refuses_deep_states = True
-    MimoOptimizer.__init__ = refusing
+    return refusing

@@ -1,5 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves that later steps cannot tear: what was handed out is copied before a writer is forked."""
+"""Saves that later steps cannot tear: what was handed out is copied before a writer is forked.
+
+[Note: saves by reference] A save hands out views of the host states, not copies: that is how a synchronous save takes
+no second copy of them. An asynchronous one must not see the steps that follow. Megatron's persistent writer is sent the
+tensors through a queue, which copies host tensors into shared memory before the save call returns. A writer that is
+forked instead inherits the memory, and page-locked states are mapped shared (see `node/slab.py`), so it would see
+every later step. `Handouts` therefore copies what is handed out and still in use just before a fork. Either way the
+file holds the states at the moment of the call, no step ever waits for a writer, and the copy lives as long as the
+writer needs it.
+
+Shared memory may be full when a save comes. The queue copies in a thread of its own, which drops what it cannot copy,
+and the save call would wait for ever; a fork cannot be stopped, and its writer would write a torn file. So
+`share_handouts` makes the copy before a save is scheduled, where an error is one of the save; and a fork that comes
+without, when the copy fails, is not allowed to live.
+"""
 
 from __future__ import annotations
 

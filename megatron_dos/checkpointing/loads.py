@@ -1,19 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What checkpoints need beyond reading and writing the host states: saves that steps cannot tear, loads that cannot
-leave half a state behind unnoticed.
-
-[Note: saves by reference] A save hands out views of the host states, not copies: that is how a synchronous save takes
-no second copy of them. An asynchronous one must not see the steps that follow. Megatron's persistent writer is sent the
-tensors through a queue, which copies host tensors into shared memory before the save call returns. A writer that is
-forked instead inherits the memory, and page-locked states are mapped shared (see `node/slab.py`), so it would see
-every later step. `Handouts` therefore copies what is handed out and still in use just before a fork. Either way the
-file holds the states at the moment of the call, no step ever waits for a writer, and the copy lives as long as the
-writer needs it.
-
-Shared memory may be full when a save comes. The queue copies in a thread of its own, which drops what it cannot copy,
-and the save call would wait for ever; a fork cannot be stopped, and its writer would write a torn file. So
-`share_handouts` makes the copy before a save is scheduled, where an error is one of the save; and a fork that comes
-without, when the copy fails, is not allowed to live.
+"""Loads from a distributed checkpoint that cannot leave half a state behind unnoticed.
 
 [Note: loads in place] A load from a distributed checkpoint reads into the states themselves, which is how it takes no
 second copy. So nothing may be read before it is known that all can be: `_require_whole_files` compares the sizes of
@@ -31,7 +17,6 @@ rank that waits in vain, since the one that looks has died, looks itself.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import io
 import itertools
@@ -52,36 +37,11 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from megatron_dos.checkpointing import torch_file
-from megatron_dos.checkpointing.handouts import (
-    CheckpointError,
-)
+from megatron_dos.checkpointing.handouts import CheckpointError
 from megatron_dos.checkpointing.state_stream import first_problem
+from megatron_dos.wrapping import wrap_once
 
-__all__ = ["LoadsInPlace", "require_same_size", "zero_padding"]
-
-
-# --- Saves by reference ----------------------------------------------------------------------------------------------
-
-
-def zero_padding(param_state: dict[Any, Any]) -> None:
-    """Fill with zeros what Megatron adds between the params of a `dp_reshardable` state to save, else uninitialised.
-
-    Args:
-        param_state: what `sharded_param_state_dp_reshardable` returns: buffer index -> dtypes -> per bucket the list
-            of its params' sharded tensors, with `padding` telling which are none.
-    """
-    for of_buffer in param_state.values():
-        if not isinstance(of_buffer, dict):
-            continue
-        for buckets in of_buffer.values():
-            for tensors in (tensors for bucket in buckets for tensors in bucket):
-                if tensors["padding"].unwrap():
-                    for tensor in tensors.values():
-                        if hasattr(tensor, "data"):
-                            tensor.data.zero_()
-
-
-# --- Loads in place --------------------------------------------------------------------------------------------------
+__all__ = ["LoadsInPlace", "require_same_size"]
 
 
 def require_same_size(name: str, states: dict[str, torch.Tensor], given: dict[str, Any]) -> None:
@@ -163,11 +123,10 @@ def _watch_reader() -> None:
     The reader is torch's, and Megatron makes a new one for each load, so its class is what can be hooked. It behaves
     as before for whoever loads anything else.
     """
-    if getattr(FileSystemReader.read_data, "_watched_by_megatron_dos", False):
-        return
-    read_data = FileSystemReader.read_data
+    wrap_once(FileSystemReader, "read_data", _watched)
 
-    @functools.wraps(read_data)
+
+def _watched(read_data: Callable[..., Any]) -> Callable[..., Any]:
     def watched(self: FileSystemReader, plan: Any, planner: Any) -> Any:
         if _loading and not all(str(self.path) in load.known_to_be_whole for load in _loading):
             _require_whole_files(self)
@@ -190,8 +149,7 @@ def _watch_reader() -> None:
             LoadsInPlace.tell_peers(loads, str(error))
             raise
 
-    watched._watched_by_megatron_dos = True
-    FileSystemReader.read_data = watched
+    return watched
 
 
 def _is_of_states(item: ReadItem) -> bool:

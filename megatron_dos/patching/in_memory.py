@@ -27,7 +27,7 @@ from megatron_dos.arguments import add_arguments, validate_args, validate_config
 from megatron_dos.options.options import DosOptions
 from megatron_dos.patching.on_disk import known_versions
 from megatron_dos.supported import MEGATRON
-from megatron_dos.wrapping import _exchange, _replaced
+from megatron_dos.wrapping import exchange, replaced, undo
 
 __all__ = ["InstallError", "install", "is_patched", "uninstall"]
 
@@ -80,12 +80,14 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`. Optimizers that were built stay as they are."""
+    """Undo `install`. Optimizers that were built stay as they are, and what they need of Megatron's classes stays until
+    they are gone."""
     if _hooks.finder in sys.meta_path:
         sys.meta_path.remove(_hooks.finder)
     _hooks.finder = None
     while _hooks.undo:
         _hooks.undo.pop()()
+    undo()
 
 
 def is_patched(config_class: type) -> bool:
@@ -141,7 +143,7 @@ def _build_deep_states(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron_dos.optimizer import DeepStatesOptimizer
 
         # The name is replaced for the duration of this call only: elsewhere it serves isinstance checks.
-        with _replaced(sys.modules[_OPTIMIZER], "DistributedOptimizer", DeepStatesOptimizer):
+        with replaced(sys.modules[_OPTIMIZER], "DistributedOptimizer", DeepStatesOptimizer):
             return original(config, model_chunks, *args, **kwargs)
 
     return build
@@ -162,8 +164,8 @@ def _replace_function(module: ModuleType, name: str, wrap: Callable[[Callable], 
     """Put `wrap(original)` in the place of a function, in `module` and wherever else it was imported to by name."""
     original = getattr(module, name)
     replacement = wrap(original)
-    _exchange(name, original, replacement)
-    _hooks.undo.append(lambda: _exchange(name, replacement, original))
+    exchange(name, original, replacement)
+    _hooks.undo.append(lambda: exchange(name, replacement, original))
 
 
 # --- The config ------------------------------------------------------------------------------------------------

@@ -56,7 +56,8 @@ class UpdateEngine:
 
     Attributes:
         memory: the states and staging slots, with the partition and the shards that they are of.
-        torn: a step has failed in its middle: some subgroups are updated, others are not.
+        changes: entered around the run of a step's program, and not left well where the step has failed in its middle:
+            some subgroups are updated then, others are not.
         handed_out: the tensors of states that callers outside were given.
         observed: called with a step's program, the handlers of its operations and its grads, around the run; the
             handlers that it gives are run in their place.
@@ -83,7 +84,7 @@ class UpdateEngine:
         self._device = device or HostDevice()
         self.observed: Callable[..., AbstractContextManager[Handlers]] = _unobserved
         self._in_flight = False
-        self.torn = False
+        self.changes: Callable[[], AbstractContextManager[None]] = nullcontext
         self.handed_out = HandedOut(self._parts)
         self._program: Program | None = None
         self._program_of: tuple[Any, ...] | None = None
@@ -212,11 +213,10 @@ class UpdateEngine:
     def _update(self, inputs: StepInputs) -> None:
         program = self.program(inputs.grads, inputs.edited)
         operations = self.operations(inputs, program)
-        self._in_flight = self.torn = True
+        self._in_flight = True
         self._sent_early = {}
-        with self.observed(program, operations.handlers(), inputs.grads) as handlers:
+        with self.changes(), self.observed(program, operations.handlers(), inputs.grads) as handlers:
             self._device.run(program, handlers, operations.memory)
-        self.torn = False
 
     def operations(self, inputs: StepInputs, program: Program) -> StepOperations:
         """The operations of a step with these inputs, and of this program or another one of this engine's partition."""

@@ -419,10 +419,10 @@ def real_shares(asked: Sequence[float], subgroup_size: int) -> dict[float, float
 
 def use_unchecked_adversarial_device() -> None:
     """Random orders, and nobody looks at the declared reads and writes: only the result tells."""
-    from megatron_dos import optimizer
+    from megatron_dos.adapter import setup
     from megatron_dos.device.sim import SimDevice
 
-    optimizer.make_device = lambda device: SimDevice(seed=torch.distributed.get_rank(), check=False)
+    setup.inject(make_device=lambda place: SimDevice(seed=torch.distributed.get_rank(), check=False))
 
 
 # ---- Threads --------------------------------------------------------------------------------------------------------

@@ -47,9 +47,9 @@ def masters_ignore_loaded_weights(replace: Replace = setattr) -> None:
 
 def fp32_params_are_not_adopted(replace: Replace = setattr) -> None:
     """Case 1: masters of FP32 params, which Megatron does not reload, stay as they were."""
-    from megatron_dos.optimizer import DeepStatesOptimizer
+    from megatron_dos.adapter.fp32_params import Fp32Params
 
-    replace(DeepStatesOptimizer, "_adopt_fp32_params", lambda self: None)
+    replace(Fp32Params, "adopt", lambda self: None)
 
 
 def masters_are_taken_from_rounded_weights(replace: Replace = setattr) -> None:
@@ -136,16 +136,16 @@ def loads_leave_the_masters_behind(replace: Replace = setattr) -> None:
 
 def shifted_states_are_loaded(replace: Replace = setattr) -> None:
     """Case 3: nobody compares the master params of a fully reshardable checkpoint with its weights."""
-    from megatron_dos import optimizer
+    from megatron_dos.checkpointing import states_on_file
 
-    replace(optimizer, "misplaced", lambda master, weights: "")
+    replace(states_on_file, "misplaced", lambda master, weights: "")
 
 
 def gathered_states_lose_their_padding(replace: Replace = setattr) -> None:
     """Case 3: states that Megatron gathers for a fully reshardable save are not put where it looks for them."""
-    from megatron_dos import optimizer
+    from megatron_dos.checkpointing import states_on_file
 
-    replace(optimizer, "put_padding_back", lambda states, buckets: None)
+    replace(states_on_file, "put_padding_back", lambda states, buckets: None)
 
 
 def forked_writers_see_later_steps(replace: Replace = setattr) -> None:
@@ -211,7 +211,7 @@ def reductions_count_as_edits(replace: Replace = setattr) -> None:
     """Case 5: what a reduction writes when it is waited for is taken for an edit."""
     from megatron_dos.adapter.early_grads import EarlyGrads
 
-    replace(EarlyGrads, "_finish_grad_sync", lambda self, finish, buckets, *args, **kwargs: finish(*args, **kwargs))
+    replace(EarlyGrads, "_finish_grad_sync", lambda self, buckets, finish, *args, **kwargs: finish(*args, **kwargs))
 
 
 def only_matrices_are_known(replace: Replace = setattr) -> None:
@@ -225,10 +225,10 @@ def embeddings_are_not_known_by_name(replace: Replace = setattr) -> None:
 
 
 def _without_a_reason_to_change(replace: Replace, disguise: Callable[[str, Any], tuple[str, Any]]) -> None:
-    from megatron_dos import optimizer
+    from megatron_dos.adapter import early_grads
 
-    original = optimizer.may_change
-    replace(optimizer, "may_change", lambda name, param: original(*disguise(name, param)))
+    original = early_grads.may_change
+    replace(early_grads, "may_change", lambda name, param: original(*disguise(name, param)))
 
 
 def buckets_are_released_at_once(replace: Replace = setattr) -> None:
@@ -297,7 +297,7 @@ def caller_does_not_wait_for_the_streams(replace: Replace = setattr) -> None:
 
 def steps_are_counted_by_the_kernel(replace: Replace = setattr) -> None:
     """Case 7: the bias correction follows a running product of betas, one factor a step seen."""
-    from megatron_dos import optimizer
+    from megatron_dos.adapter import host_adam
 
     class Counting:
         seen = 0
@@ -309,8 +309,8 @@ def steps_are_counted_by_the_kernel(replace: Replace = setattr) -> None:
                 cls.seen, cls.last = cls.seen + 1, step
             return original.at_step(cls.seen, **hyper)
 
-    original = optimizer.AdamScalars
-    replace(optimizer, "AdamScalars", Counting)
+    original = host_adam.AdamScalars
+    replace(host_adam, "AdamScalars", Counting)
 
 
 def every_place_counts_its_own_steps(replace: Replace = setattr) -> None:
@@ -480,14 +480,14 @@ def shards_go_to_torchs_constructor(replace: Replace = setattr) -> None:
 
 def fp32_params_have_no_owner(replace: Replace = setattr) -> None:
     """Case 15: only params that have FP32 masters of Megatron's get states."""
-    from megatron_dos import optimizer
+    from megatron_dos.adapter import setup
 
-    original = optimizer.owned_ranges
+    original = setup.owned_ranges
 
     def of_16_bit_params(ranges: Any, owners: dict[torch.Tensor, int]) -> Any:
         return original(ranges, {param: owner for param, owner in owners.items() if param.dtype != torch.float32})
 
-    replace(optimizer, "owned_ranges", of_16_bit_params)
+    replace(setup, "owned_ranges", of_16_bit_params)
 
 
 def nothing_is_refused(replace: Replace = setattr) -> None:
@@ -536,7 +536,7 @@ def estimate_comes_too_late(replace: Replace = setattr) -> None:
     """Case 19: what the states take is said after it has been taken."""
     from megatron_dos import optimizer
 
-    announce, engine = optimizer._announce, optimizer.UpdateEngine
+    announce, engine = optimizer.announce, optimizer.UpdateEngine
 
     def build(*args: Any, **kwargs: Any) -> Any:
         built = engine(*args, **kwargs)
@@ -545,7 +545,7 @@ def estimate_comes_too_late(replace: Replace = setattr) -> None:
         return built
 
     waiting: list[tuple] = []
-    replace(optimizer, "_announce", lambda *args: waiting.append(args))
+    replace(optimizer, "announce", lambda *args: waiting.append(args))
     replace(optimizer, "UpdateEngine", build)
 
 
@@ -649,7 +649,7 @@ def machines_are_told_apart_by_name(replace: Replace = setattr) -> None:
 
 def params_are_not_split(replace: Replace = setattr) -> None:
     """Case 21: a subgroup ends where a param ends, so the share comes in steps of whole params."""
-    from megatron_dos import optimizer
+    from megatron_dos.adapter import setup
     from megatron_dos.program import partition
 
     def whole_params(ranges: Any, size: int) -> Any:
@@ -662,7 +662,7 @@ def params_are_not_split(replace: Replace = setattr) -> None:
 
     original = partition.partition
     replace(partition, "partition", whole_params)
-    replace(optimizer, "partition", whole_params)
+    replace(setup, "partition", whole_params)
 
 
 def denormals_stay_in_the_moments(replace: Replace = setattr) -> None:

@@ -16,7 +16,8 @@ import torch
 from megatron_dos.checkpointing import handouts
 from megatron_dos.checkpointing import loads as checkpoint
 from megatron_dos.checkpointing.handouts import CheckpointError, Handouts, require_shared_memory
-from megatron_dos.checkpointing.loads import require_same_size, zero_padding
+from megatron_dos.checkpointing.loads import require_same_size
+from megatron_dos.checkpointing.states_on_file import zero_padding
 from megatron_dos.node.memory import HostMemoryError
 
 

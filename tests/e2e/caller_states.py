@@ -301,19 +301,19 @@ def held_is_not_kept() -> None:
 def any_class_is_taken() -> None:
     from megatron_dos import optimizer
 
-    optimizer._require_adam = lambda inner: None
+    optimizer.require_adam = lambda inner: None
 
 
 def every_state_dict_is_of_a_file() -> None:
-    from megatron_dos.optimizer import DeepStatesOptimizer
+    from megatron_dos.checkpointing.whole_states import WholeStates
 
-    DeepStatesOptimizer._is_own = lambda self, state_dict: False
+    WholeStates.has_given = lambda self, state_dict: False
 
 
 def every_state_dict_is_its_own() -> None:
-    from megatron_dos.optimizer import DeepStatesOptimizer
+    from megatron_dos.checkpointing.whole_states import WholeStates
 
-    DeepStatesOptimizer._is_own = lambda self, state_dict: "param_state" not in state_dict
+    WholeStates.has_given = lambda self, state_dict: "param_state" not in state_dict
 
 
 def without(protection: str | None) -> None:
@@ -534,7 +534,7 @@ def in_memory_and_half_loaded(protection: str | None = None) -> dict[str, Any]:
         outcomes[name] = message_of(lambda: run.step(random_grads(2)))
         if outcomes[name]:
             outcomes[f"{name}: changed"] = other_states(run, before)
-            run.inner._half_loaded = ""
+            run.inner._whole.problem = ""
 
     first = run.optimizer.state_dict()
     run.optimizer.state_dict()
@@ -545,7 +545,7 @@ def in_memory_and_half_loaded(protection: str | None = None) -> dict[str, Any]:
     other.step(random_grads(1))
     load("of another", other.optimizer.state_dict())
     own = run.optimizer.state_dict()
-    run.inner._half_loaded = "a load has failed"
+    run.inner._whole.problem = "a load has failed"
     load("own, half loaded", own)
     return outcomes
 

@@ -125,11 +125,11 @@ def without_room(folder: str, layout: str, persistent: bool, protected: bool = T
 
     if not own_shared_memory():
         return {}
-    from megatron_dos import optimizer
+    from megatron_dos.adapter import hooks
 
     share_slabs()
     if not protected:
-        optimizer.share_handouts = lambda: ""
+        hooks.share_handouts = lambda: ""
     filesystem_async.get_write_results_queue("fork")
     rank = int(os.environ["RANK"])
     if persistent:

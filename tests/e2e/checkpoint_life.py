@@ -36,9 +36,9 @@ def offload_between_steps(point: str, model: Any, optimizer: Any, args: Any) -> 
 
 def torch_is_too_old() -> None:
     """Before set-up: as if torch could not save tensors that are cut unevenly."""
-    from megatron_dos import optimizer
+    from megatron_dos.checkpointing import states_on_file
 
-    optimizer.may_be_cut = lambda: False
+    states_on_file.may_be_cut = lambda: False
 
 
 def params_are_cut_by_columns() -> None:

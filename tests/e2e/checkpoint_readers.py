@@ -109,7 +109,7 @@ def with_flipped_bits(folder: str, layout: str, protected: bool = True) -> list[
             path.write_bytes(flipped(whole))
         torch.distributed.barrier()
         outcome = loaded_after_a_step(run, Path(folder), layout, expected)
-        outcome["step"] = reason_of(lambda: run.inner.require_whole_states("step"))
+        outcome["step"] = reason_of(lambda: run.inner._whole.require("step"))
         outcomes.append(outcome)
         torch.distributed.barrier()
         path.write_bytes(whole)

@@ -86,7 +86,7 @@ def use_adversarial_device(seed: int = 0, all_early: bool = False) -> None:
     Args:
         all_early: what may run in the backward pass does so; otherwise some of it, by chance.
     """
-    from megatron_dos import optimizer
+    from megatron_dos.adapter import setup
     from megatron_dos.device.sim import SimDevice
 
     class PromptDevice(SimDevice):
@@ -95,7 +95,7 @@ def use_adversarial_device(seed: int = 0, all_early: bool = False) -> None:
             self._begun.add(op.subgroup)
 
     device_class = PromptDevice if all_early else SimDevice
-    optimizer.make_device = lambda device: device_class(seed=1000 * seed + torch.distributed.get_rank())
+    setup.inject(make_device=lambda place: device_class(seed=1000 * seed + torch.distributed.get_rank()))
 
 
 def let_grads_be_scaled() -> None:

@@ -12,7 +12,7 @@ def tune() -> None:
     """The share is found as with a GPU whose node updates slowly on its CPU; operations run in random orders."""
     import torch
 
-    from megatron_dos import optimizer
+    from megatron_dos.adapter import setup
     from megatron_dos.device.sim import SimDevice
     from megatron_dos.observing import monitor
     from megatron_dos.observing.stopwatch import TimedRun
@@ -44,6 +44,6 @@ def tune() -> None:
             return runs
 
     monitor.Stopwatch = VirtualStopwatch
-    optimizer.make_device = lambda device: SimDevice(seed=torch.distributed.get_rank())
-    optimizer._tunes = lambda options, device: True
-    optimizer.cached_machine = lambda: None
+    setup.inject(
+        make_device=lambda place: SimDevice(seed=torch.distributed.get_rank()), has_gpu=True, machine=lambda: None
+    )
