@@ -22,13 +22,13 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_dos.options import refusals
 from megatron_dos.options.options import (
     DosOptions,
     UnsupportedOptionError,
-    _flag,
+    flag_of,
     own_options,
 )
-from megatron_dos.options.refusals import _EARLY, EARLY_GRADS_REFUSALS, REFUSALS, _complaints
 from megatron_dos.refusal import end_in_one_message
 
 __all__ = ["add_arguments", "allowed_cores", "check_args", "validate_args", "validate_config", "validate_optimizer"]
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             settings["choices"] = option.metadata["choices"]
         else:
             settings.update(type=kinds[option.name], metavar=option.metadata["metavar"])
-        group.add_argument(_flag(option.name), **settings)
+        group.add_argument(flag_of(option.name), **settings)
     return parser
 
 
@@ -84,7 +84,7 @@ def allowed_cores() -> int:
 def _validate(options: DosOptions, sources: Sequence[Any], are_configs: bool) -> None:
     if not options.use_deep_optimizer_states:
         given = [
-            f"{_flag(f.name)} {getattr(options, f.name)}"
+            f"{flag_of(f.name)} {getattr(options, f.name)}"
             for f in own_options()
             if getattr(options, f.name) != f.default
         ]
@@ -93,9 +93,9 @@ def _validate(options: DosOptions, sources: Sequence[Any], are_configs: bool) ->
                 f"{', '.join(given)} has no effect without {_FLAG}. Add {_FLAG}, or drop the former."
             )
         return
-    complaints = _complaints(REFUSALS, _FLAG, sources, are_configs)
+    complaints = refusals.complaints(refusals.REFUSALS, _FLAG, sources, are_configs)
     if options.dos_overlap_grad_d2h == "on":
-        complaints += _complaints(EARLY_GRADS_REFUSALS, _EARLY, sources, are_configs)
+        complaints += refusals.complaints(refusals.EARLY_GRADS_REFUSALS, refusals.EARLY_FLAG, sources, are_configs)
     if complaints:
         raise UnsupportedOptionError("\n".join(complaints))
     if options.dos_cpu_threads > allowed_cores():

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_dos.refusal import Refusal
 
-__all__ = ["AUTOMATIC_EARLY_SLOTS", "DosOptions", "UnsupportedOptionError", "parse_steps"]
+__all__ = ["AUTOMATIC_EARLY_SLOTS", "DosOptions", "UnsupportedOptionError", "flag_of", "own_options", "parse_steps"]
 
 
 AUTOMATIC_EARLY_SLOTS = 4
@@ -124,7 +124,7 @@ class DosOptions:
 
 
 def _check_value(option: dataclasses.Field, value: Any) -> None:
-    flag, kind = _flag(option.name), DosOptions.types()[option.name]
+    flag, kind = flag_of(option.name), DosOptions.types()[option.name]
     # bool is a subclass of int, and True is no number of threads.
     if type(value) is not kind and not (kind is float and type(value) is int):
         raise UnsupportedOptionError(f"{flag} takes {_NAMES[kind]}, not {value!r}.")
@@ -161,7 +161,8 @@ def parse_steps(text: str) -> tuple[range, ...]:
     return tuple(steps)
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
+    """The flag of a field."""
     return "--" + name.replace("_", "-")
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["EARLY_GRADS_REFUSALS", "REFUSALS", "can_send_grads_early"]
+__all__ = ["EARLY_FLAG", "EARLY_GRADS_REFUSALS", "REFUSALS", "can_send_grads_early", "complaints"]
 
 
-_EARLY = "--dos-overlap-grad-d2h on"
+EARLY_FLAG = "--dos-overlap-grad-d2h on"
 _MISSING = object()
 
 
@@ -272,10 +272,10 @@ EARLY_GRADS_REFUSALS: tuple[_Refusal, ...] = (
 def can_send_grads_early(*sources: Any) -> bool:
     """Whether gradients can be sent to the CPU in the backward pass, for an OptimizerConfig, a
     DistributedDataParallelConfig and a TransformerConfig."""
-    return not _complaints(EARLY_GRADS_REFUSALS, _EARLY, sources, are_configs=True)
+    return not complaints(EARLY_GRADS_REFUSALS, EARLY_FLAG, sources, are_configs=True)
 
 
-def _complaints(rows: Sequence[_Refusal], subject: str, sources: Sequence[Any], are_configs: bool) -> list[str]:
+def complaints(rows: Sequence[_Refusal], subject: str, sources: Sequence[Any], are_configs: bool) -> list[str]:
     """One complaint for each of the `rows` that an attribute of one of the `sources` falls under."""
     complaints = []
     for row in rows:

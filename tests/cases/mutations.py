@@ -98,12 +98,13 @@ def empty_groups_have_no_step(replace: Replace = setattr) -> None:
 def loads_leave_the_masters_behind(replace: Replace = setattr) -> None:
     """Case 3: the moments are loaded, the masters are not."""
     from megatron_dos.checkpointing import parameter_file
+    from megatron_dos.checkpointing.states_on_file import StatesOnFile
     from megatron_dos.optimizer import DeepStatesOptimizer
 
     load_content = parameter_file.load_content
 
     def load_moments(owners: Any, *args: Any) -> None:
-        kept = [[one._engine.owner_states(i)["master"].clone() for i in range(len(one._shards))] for one in owners]
+        kept = [[one._engine.owner_states(i)["master"].clone() for i in range(len(one._owner_of))] for one in owners]
         load_content(owners, *args)
         for one, masters in zip(owners, kept, strict=True):
             for owner, master in enumerate(masters):
@@ -111,8 +112,7 @@ def loads_leave_the_masters_behind(replace: Replace = setattr) -> None:
 
     replace(parameter_file, "load_content", load_moments)
     describe = DeepStatesOptimizer.sharded_state_dict
-    get = DeepStatesOptimizer._get_main_param_and_optimizer_states
-    put = DeepStatesOptimizer._set_main_param_and_optimizer_states
+    get, put = StatesOnFile.hand_out, StatesOnFile.put
     loading: list[bool] = []
 
     def describe_without_masters(self: Any, model_state: Any = {}, is_loading: bool = False, **kwargs: Any) -> Any:  # noqa: B006
@@ -130,8 +130,8 @@ def loads_leave_the_masters_behind(replace: Replace = setattr) -> None:
         put(self, model_param, {**tensors, "param": get(self, model_param)["param"].clone()})
 
     replace(DeepStatesOptimizer, "sharded_state_dict", describe_without_masters)
-    replace(DeepStatesOptimizer, "_get_main_param_and_optimizer_states", get_copy)
-    replace(DeepStatesOptimizer, "_set_main_param_and_optimizer_states", put_moments)
+    replace(StatesOnFile, "hand_out", get_copy)
+    replace(StatesOnFile, "put", put_moments)
 
 
 def shifted_states_are_loaded(replace: Replace = setattr) -> None:

@@ -20,7 +20,7 @@ from megatron_dos.kernels import AdamScalars, device_kernel, reference
 from megatron_dos.node import slab
 from megatron_dos.program import partition
 from megatron_dos.program.schedule import OpKind, SubgroupShape, build_program, mix
-from megatron_dos.update import engine
+from megatron_dos.update import engine, memory
 from megatron_dos.update.operations import StepInputs
 
 # ---- 1: weights loaded after the optimizer was built ----------------------------------------------------------------
@@ -328,7 +328,7 @@ def test_case_08_every_expert_trains_on_every_replica(megatron, mutation):
 @fails_under(slab_offsets_have_32_bits="the last elements")
 def test_case_09_more_than_two_to_the_31_elements_in_one_buffer(monkeypatch, host_share):
     # Pages are mapped when they are written, and of the subgroups only the last, beyond 2^31, are updated.
-    monkeypatch.setattr(engine, "require_host_memory", lambda needed: None)
+    monkeypatch.setattr(memory, "require_host_memory", lambda needed: None)
     numel, tail = 2**31 + 2**22, 4096
     whole = partition.partition([partition.OwnedRange(0, (0, 0), 0, numel)], 2**20)
     last = [replace(subgroup, index=index) for index, subgroup in enumerate(whole.subgroups[-2:])]
