@@ -30,6 +30,8 @@ import torch
 from repository import ROOT
 
 from megatron_dos import cpu_emulation
+from megatron_dos.cpu_emulation import activation, base, tensors
+from megatron_dos.cpu_emulation.megatron import _pybind11_headers
 
 CHILD_LIMIT_S = 60
 
@@ -38,9 +40,9 @@ import json, os, sys, traceback
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 import test_cpu_emulation as tests
-from megatron_dos import cpu_emulation
-cpu_emulation._real_gpu_present = lambda: True
-cpu_emulation.activate(force=True)
+from megatron_dos.cpu_emulation import activation
+activation._real_gpu_present = lambda: True
+activation.activate(force=True)
 for line in sys.stdin:
     try:
         getattr(tests, json.loads(line)).emulated()
@@ -115,7 +117,7 @@ def is_host(tensor: torch.Tensor) -> bool:
 
 def test_no_module_of_the_package_imports_it():
     for file in (ROOT / "megatron_dos").rglob("*.py"):
-        if file.name == "cpu_emulation.py":
+        if file.parent.name == "cpu_emulation":
             continue
         for node in ast.walk(ast.parse(file.read_text())):
             names = []
@@ -141,13 +143,13 @@ def test_importing_the_package_and_the_optimizer_does_not_import_it():
 def test_importing_it_changes_nothing():
     assert importlib.import_module("megatron_dos.cpu_emulation") is cpu_emulation
     assert not cpu_emulation.is_active()
-    assert torch.cuda is sys.modules["torch.cuda"] is cpu_emulation._real_cuda
-    assert torch.Tensor.to is cpu_emulation._TENSOR_TO
+    assert torch.cuda is sys.modules["torch.cuda"] is base.REAL_CUDA
+    assert torch.Tensor.to is tensors._TENSOR_TO
     assert torch.compile.__module__ == "torch"
 
 
 def test_refuses_to_start_where_a_gpu_is_present(monkeypatch):
-    monkeypatch.setattr(cpu_emulation, "_real_gpu_present", lambda: True)
+    monkeypatch.setattr(activation, "_real_gpu_present", lambda: True)
     with pytest.raises(RuntimeError, match=r"a GPU is present.*--force.*MEGATRON_DOS_FORCE_CPU_EMULATION=1"):
         cpu_emulation.activate()
     assert not cpu_emulation.is_active()
@@ -157,7 +159,7 @@ def test_refuses_to_start_where_a_gpu_is_present(monkeypatch):
 def test_starts_beside_a_gpu_when_the_environment_forces_it():  # the child was forced by its argument
     code = (
         "import torch; from megatron_dos import cpu_emulation as e\n"
-        "e._real_gpu_present = lambda: True\n"
+        "e.activation._real_gpu_present = lambda: True\n"
         "e.activate()\n"
         "assert e.is_active() and torch.zeros(1, device='cuda').is_cuda"
     )
@@ -166,7 +168,7 @@ def test_starts_beside_a_gpu_when_the_environment_forces_it():  # the child was 
 
 
 def test_refuses_to_start_after_megatron(monkeypatch):
-    monkeypatch.setattr(cpu_emulation, "_real_gpu_present", lambda: False)
+    monkeypatch.setattr(activation, "_real_gpu_present", lambda: False)
     monkeypatch.setitem(sys.modules, "megatron.core", object())
     with pytest.raises(RuntimeError, match=r"megatron\.core was imported before"):
         cpu_emulation.activate()
@@ -636,9 +638,9 @@ GATHERED = """
 import sys
 import torch
 import torch.distributed as dist
-from megatron_dos import cpu_emulation
+from megatron_dos.cpu_emulation.collectives import replace_coalesced_gather
 
-cpu_emulation._replace_coalesced_gather()
+replace_coalesced_gather()
 rank = int(sys.argv[1])
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
@@ -687,7 +689,7 @@ def test_param_gathers_may_be_under_way_beside_all_reduces(tmp_path):
 def test_without_pybind11_the_headers_that_torch_carries_compile_megatrons_helpers(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pybind11" else find(name))
-    headers = cpu_emulation._pybind11_headers()
+    headers = _pybind11_headers()
     assert Path(headers).is_relative_to(Path(torch.__file__).parent)
     source = megatron_trees.installed_megatron() / "megatron" / "core" / "datasets" / "helpers.cpp"
     command = ["c++", "-std=c++17", "-fsyntax-only", f"-I{headers}", f"-I{sysconfig.get_path('include')}", str(source)]

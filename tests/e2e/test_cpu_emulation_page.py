@@ -71,7 +71,7 @@ def test_every_command_of_the_page_is_run_here():
 @pytest.mark.parametrize("variable", ["WORLD_SIZE", "MASTER_ADDR"])
 def test_what_a_launcher_has_set_stays(variable, tmp_path):
     code = (
-        "import os; from megatron_dos import cpu_emulation; cpu_emulation._be_the_only_rank(); "
+        "import os; from megatron_dos.cpu_emulation import command; command._be_the_only_rank(); "
         "print(*(os.environ.get(name) for name in ('WORLD_SIZE', 'RANK', 'MASTER_ADDR', 'MASTER_PORT')))"
     )
     given = {"WORLD_SIZE": "2", "MASTER_ADDR": "node7"}[variable]
