@@ -32,7 +32,7 @@ race-check: setup ## run the update in tens of thousands of random orders and wi
 	@$(RUN) scripts/race_check.py
 
 soak: setup ## train for 2,000 steps with checkpoints, changing shares and skips; compare with a run undisturbed
-	@$(RUN) scripts/soak.py
+	@$(RUN) tests/e2e/soak.py
 
 lint: setup ## check the Python code with ruff
 	@$(RUN) -m ruff check .

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron_dos import __version__
-from megatron_dos.commands import CommandError, calibrate, compare_loss, doctor, plan, simulate
+from megatron_dos.commands import CommandError, calibrate, check, compare_loss, doctor, plan, simulate
 from megatron_dos.patching import on_disk as patching
 
 __all__ = ["main"]
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("path", metavar="PATH", help="the checkout: the folder that holds megatron/")
         command.set_defaults(run=run)
-    for module in (doctor, calibrate, plan, simulate, compare_loss):
+    for module in (doctor, check, calibrate, plan, simulate, compare_loss):
         module.add(commands)
     return parser
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write patches/NAME for one Megatron tree: the diff of its hooks and the manifest of its checksums.
 
-    python scripts/make_patch.py CHECKOUT NAME [--version X.Y.Z ...]
+    .venv/bin/python scripts/make_patch.py CHECKOUT NAME [--version X.Y.Z ...]
 
 CHECKOUT is an unpatched tree and is only read. NAME is the folder under patches/. The tree's own version is listed
 in the manifest; --version adds others whose three files are the same (the script cannot know: compare them first).
@@ -21,19 +21,16 @@ import difflib
 import hashlib
 import io
 import json
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_dos.arguments import field_docs
+from megatron_dos.options.options import DosOptions
+from megatron_dos.patching.diffs import parse_diff
+from megatron_dos.patching.on_disk import FORMAT, read_version
+
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
-
-from megatron_dos.arguments import field_docs  # noqa: E402
-from megatron_dos.options.options import DosOptions  # noqa: E402
-from megatron_dos.patching.diffs import parse_diff  # noqa: E402
-from megatron_dos.patching.on_disk import FORMAT, read_version  # noqa: E402
-
 ARGUMENTS = "megatron/training/arguments.py"
 CONFIG = "megatron/core/optimizer/optimizer_config.py"
 OPTIMIZER = "megatron/core/optimizer/__init__.py"

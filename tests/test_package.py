@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -234,6 +235,10 @@ def test_a_source_distribution_installs_and_holds_tests_that_pass(tmp_path):
     show = "import megatron_dos; print(megatron_dos.__file__, megatron_dos.__version__)"
     shown = subprocess.run([sys.executable, "-c", show], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert shown.stdout.split() == [str(installed / "megatron_dos" / "__init__.py"), RELEASE]
+    check = [sys.executable, "-m", "megatron_dos", "check", "--dry-run", "--stages", "kernels", "result.json"]
+    done = subprocess.run(check, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert json.loads((tmp_path / "result.json").read_text())["build"] == {"built": False}
     # Not `python -m pytest`, which would put the unpacked sources, without the C++ module, before what is installed.
     some = ["tests/kernels/test_reference.py", "tests/program/test_partition.py", "tests/test_arguments.py"]
     tests = "import sys, pytest; sys.path.remove(''); sys.exit(pytest.main(sys.argv[1:]))"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures how fast each lane of this process is: the links, the update on the GPU, the update on the CPU.
 
-`megatron-dos calibrate` and scripts/gpu_check.py both measure with this. Host memory is slabs as the engine makes them,
+`megatron-dos calibrate` and `megatron-dos check` both measure with this. Host memory is slabs as the engine makes them,
 page-locked where a GPU is in use; copies are timed with events on their streams, from a common start. Everything runs
 on the GPU that is current.
 """

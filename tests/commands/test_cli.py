@@ -103,6 +103,7 @@ def test_version(capsys):
         (["--help"], ["patch", "unpatch"]),
         (["patch", "--help"], ["0.19.2", "all or none", "keep this package installed"]),
         (["unpatch", "--help"], ["former bytes"]),
+        (["check", "--help"], ["--dry-run", "--budget", "--stages", "--parameters", "one_connection"]),
     ],
 )
 def test_help(arguments, words, capsys):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/gpu_check without a GPU: a dry run of every stage, the supervision of workers, and checks that can fail."""
+"""The GPU check without a GPU: a dry run of every stage, the supervision of workers, and checks that can fail."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import sys
 import time
 from pathlib import Path
 
-import gpu_check
 import pytest
-from gpu_check_stages import STAGES, Stage, worker
-from gpu_check_stages.summary import summary, summary_of_stage
 from repository import ROOT, SCRIPTS
 
+from megatron_dos import cli
+from megatron_dos.gpu_check import STAGES, Stage, gpu_there, runner, worker
+from megatron_dos.gpu_check.summary import summary, summary_of_stage
 from megatron_dos.node import reservations
 
 # One run of each kernel, of each engine case and of each row in seconds; a loaded machine may take minutes.
@@ -29,9 +29,10 @@ def environment(**variables: str) -> dict[str, str]:
     return {**kept, "PYTHON": sys.executable, **variables}
 
 
-def command(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
+def command(*arguments: str, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [str(SCRIPTS / "gpu_check"), *arguments],
+        cwd=cwd,
         env=environment(**variables),
         capture_output=True,
         text=True,
@@ -146,21 +147,21 @@ class TestLook:
     def looks(self, monkeypatch):
         """What is built, and a function that sets what the process that looks for a GPU answers."""
         built = []
-        monkeypatch.setattr(gpu_check.Supervisor, "build", lambda self: built.append(self))
-        monkeypatch.setattr(gpu_check.Supervisor, "run", lambda self: None)
-        monkeypatch.setattr(gpu_check.Supervisor, "finish", lambda self: 0)
-        monkeypatch.setattr(gpu_check.signal, "signal", lambda *arguments: None)  # this process keeps its handlers
+        monkeypatch.setattr(runner.Supervisor, "build", lambda self: built.append(self))
+        monkeypatch.setattr(runner.Supervisor, "run", lambda self: None)
+        monkeypatch.setattr(runner.Supervisor, "finish", lambda self: 0)
+        monkeypatch.setattr(runner.signal, "signal", lambda *arguments: None)  # this process keeps its handlers
 
         def answers(stdout="", stderr="", status=0):
             done = subprocess.CompletedProcess([], status, stdout, stderr)
-            monkeypatch.setattr(gpu_check.subprocess, "run", lambda *arguments, **options: done)
+            monkeypatch.setattr(runner.subprocess, "run", lambda *arguments, **options: done)
             return built
 
         return answers
 
     def test_nothing_is_built_without_a_gpu(self, looks, capsys):
         built = looks("a library's banner\ntorch 2.9 sees no CUDA GPU; nvidia-smi: no answer\n")
-        assert gpu_check.main([]) == 2
+        assert runner.main([]) == 2
         assert built == []
         error = capsys.readouterr().err
         assert error.startswith("gpu_check: torch 2.9 sees no CUDA GPU; nvidia-smi: no answer. This check needs a GPU")
@@ -168,53 +169,101 @@ class TestLook:
 
     def test_a_look_that_crashes_is_no_gpu(self, looks, capsys):
         looks("", "Fatal: driver\n", -11)
-        assert gpu_check.main([]) == 2
+        assert runner.main([]) == 2
         assert "ended with status -11: Fatal: driver" in capsys.readouterr().err
 
     def test_a_gpu_is_built_for(self, looks):
         built = looks("a library's banner\n\n")
-        assert gpu_check.main([]) == 0
+        assert runner.main([]) == 0
         assert len(built) == 1
 
     def test_a_dry_run_does_not_look(self, looks):
         built = looks("there is none\n")
-        assert gpu_check.main(["--dry-run"]) == 0
+        assert runner.main(["--dry-run"]) == 0
         assert len(built) == 1
 
     def test_without_the_look_it_builds_in_vain(self, looks, monkeypatch):
         """The proof that the first of these tests would notice."""
         built = looks("there is none\n")
-        monkeypatch.setattr(gpu_check, "look_for_gpu", lambda: None)
-        gpu_check.main([])
+        monkeypatch.setattr(runner, "look_for_gpu", lambda: None)
+        runner.main([])
         assert len(built) == 1
 
     def test_torch_that_is_missing_is_told_with_the_way_out(self, monkeypatch):
-        from gpu_check_stages import gpu_there
-
         monkeypatch.setitem(sys.modules, "torch", None)
         assert "PYTHON=... names another interpreter" in gpu_there.why_not()
 
 
 def test_unknown_stages_are_refused(tmp_path, capsys):
-    assert gpu_check.main(["--stages", "kernels,nothing"]) == 2
+    assert runner.main(["--stages", "kernels,nothing"]) == 2
     assert "nothing: the stages are environment, kernels" in capsys.readouterr().out
+
+
+def test_the_command_line_reports_errors_under_its_own_name(monkeypatch, capsys):
+    def look():
+        raise runner.NothingToCheckError("there is none")
+
+    monkeypatch.setattr(runner, "look_for_gpu", look)
+    monkeypatch.setattr(runner.signal, "signal", lambda *arguments: None)
+    assert cli.main(["check"]) == 2
+    assert capsys.readouterr().err == "megatron-dos: there is none\n"
+    assert cli.main(["check", "--stages", "kernels,nothing"]) == 2
+    assert "nothing: the stages are environment, kernels" in capsys.readouterr().out
+
+
+def test_no_module_is_taken_from_the_current_folder(tmp_path):
+    for name in ("torch", "megatron_dos", "json"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('from the current folder')\n")
+    done = command("result.json", "--dry-run", "--stages", "environment", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "result.json").read_text())
+    assert results["stages"]["environment"]["state"] == "done"
+    assert results["arguments"] == ["result.json", "--dry-run", "--stages", "environment"]
+
+
+class TestInstalledCopy:
+    """Without a checkout around it, the package builds nothing, asks no git, and writes to the current folder."""
+
+    @pytest.fixture(autouse=True)
+    def no_checkout(self, monkeypatch, tmp_path):
+        monkeypatch.setattr(runner, "CHECKOUT", None)
+        monkeypatch.delenv("OUT", raising=False)
+        monkeypatch.chdir(tmp_path)
+
+    @pytest.mark.parametrize("dry", [False, True])
+    def test_the_result_is_in_the_current_folder(self, tmp_path, dry):
+        assert runner._default_path("NVIDIA H200", dry).parent == tmp_path
+
+    def test_a_module_that_does_not_load_is_not_built(self, monkeypatch):
+        monkeypatch.setattr(runner, "_module_loads", lambda: False)
+        supervisor = runner.Supervisor(STAGES, True, None, time.monotonic() + 60)
+        with pytest.raises(runner.NothingToCheckError, match="install megatron-dos again"):
+            supervisor.build()
+
+    @pytest.mark.parametrize(
+        ("version", "commit"),
+        [("0.1.0", None), ("0.1.0.dev0+g0123456789ab", "0123456789ab"), ("0.1.0.dev0+g01234.dirty", "01234+")],
+    )
+    def test_the_commit_is_the_one_in_the_version(self, monkeypatch, version, commit):
+        monkeypatch.setattr(runner, "__version__", version)
+        assert runner._commit() == commit
 
 
 class TestDefaultPath:
     def test_a_dry_run_is_never_put_among_the_results(self, monkeypatch):
         monkeypatch.delenv("OUT", raising=False)
-        path = gpu_check._default_path("none", dry=True)
+        path = runner._default_path("none", dry=True)
         assert ROOT / "docs" not in path.parents
         assert "dry-run" in path.name
 
     def test_results_are_named_for_gpu_and_date_and_never_overwritten(self, monkeypatch, tmp_path):
         monkeypatch.delenv("OUT", raising=False)
-        assert gpu_check._default_path("NVIDIA H200", dry=False).parent == ROOT / "docs" / "results"
+        assert runner._default_path("NVIDIA H200", dry=False).parent == ROOT / "docs" / "results"
         monkeypatch.setenv("OUT", str(tmp_path))
-        first = gpu_check._default_path("NVIDIA H200", dry=False)
+        first = runner._default_path("NVIDIA H200", dry=False)
         assert first.name.startswith("gpu-check-nvidia-h200-20")
         first.write_text("{}")
-        second = gpu_check._default_path("NVIDIA H200", dry=False)
+        second = runner._default_path("NVIDIA H200", dry=False)
         assert second != first
         assert second.parent == tmp_path
 
@@ -222,12 +271,12 @@ class TestDefaultPath:
 def test_psutil_is_not_needed():
     """The environment stage and the package itself on a machine without it."""
     code = (
-        "import sys; sys.modules['psutil'] = None; import gpu_check; "
-        "sys.exit(gpu_check.main(['--worker', 'environment', '--dry-run', '--until', '1e12']))"
+        "import sys; sys.modules['psutil'] = None; from megatron_dos.gpu_check import worker; "
+        "worker.main(['--stages', 'environment', '--dry-run', '--until', '1e12'])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env=environment(PYTHONPATH=str(SCRIPTS)),
+        env=environment(PYTHONPATH=str(ROOT)),
         capture_output=True,
         text=True,
         timeout=PATIENCE,
@@ -257,7 +306,7 @@ def test_streams_and_events_are_counted_whoever_makes_them():
     torch = pytest.importorskip("torch")
     if torch.version.cuda is None:
         pytest.skip("torch's events need a CUDA build")
-    from gpu_check_stages.memory import _counted
+    from megatron_dos.gpu_check.memory import _counted
 
     with _counted() as made:
         torch.cuda.Event()
@@ -271,7 +320,7 @@ def test_streams_and_events_are_counted_whoever_makes_them():
 FAKE_WORKER = """
 import json, os, sys, time
 actions = json.loads(os.environ["ACTIONS"])
-names = sys.argv[sys.argv.index("--worker") + 1].split(",")
+names = sys.argv[sys.argv.index("--stages") + 1].split(",")
 import faulthandler, signal
 faulthandler.register(signal.SIGUSR1, all_threads=True)
 
@@ -314,12 +363,12 @@ FAKE_STAGES = (
 def supervise(tmp_path, monkeypatch):
     worker = tmp_path / "worker.py"
     worker.write_text(FAKE_WORKER)
-    monkeypatch.setattr(gpu_check, "GRACE", 1.0)
-    monkeypatch.setattr(gpu_check, "STACKS", 0.3)
+    monkeypatch.setattr(runner, "GRACE", 1.0)
+    monkeypatch.setattr(runner, "STACKS", 0.3)
 
     def supervise(seconds=60.0, **actions):
         monkeypatch.setenv("ACTIONS", json.dumps(actions))
-        supervisor = gpu_check.Supervisor(
+        supervisor = runner.Supervisor(
             FAKE_STAGES, False, tmp_path / "out.json", time.monotonic() + seconds, 0, [sys.executable, str(worker)]
         )
         supervisor.run()
@@ -389,7 +438,7 @@ def test_no_stage_starts_when_time_is_up(supervise):
 
 
 def test_without_a_gpu_nothing_is_written(supervise, tmp_path):
-    with pytest.raises(gpu_check.NothingToCheckError, match="no GPU at all"):
+    with pytest.raises(runner.NothingToCheckError, match="no GPU at all"):
         supervise(environment="no_gpu")
 
 
@@ -397,12 +446,13 @@ def test_a_killed_run_leaves_what_it_had(tmp_path):
     worker, result = tmp_path / "worker.py", tmp_path / "out.json"
     worker.write_text(FAKE_WORKER)
     code = (
-        "import sys, time; sys.path[:0] = [sys.argv[1]]; import gpu_check; from gpu_check_stages import STAGES; "
-        "from pathlib import Path; until = time.monotonic() + 60; worker = [sys.executable, sys.argv[2]]; "
-        "gpu_check.Supervisor(STAGES[:3], False, Path(sys.argv[3]), until, 0, worker).run()"
+        "import sys, time; from megatron_dos.gpu_check import STAGES, runner; from pathlib import Path; "
+        "until = time.monotonic() + 60; worker = [sys.executable, sys.argv[1]]; "
+        "runner.Supervisor(STAGES[:3], False, Path(sys.argv[2]), until, 0, worker).run()"
     )
-    arguments = [sys.executable, "-c", code, str(SCRIPTS), str(worker), str(result)]
-    process = subprocess.Popen(arguments, env=environment(ACTIONS='{"engine": "hang"}'), stdout=subprocess.DEVNULL)
+    arguments = [sys.executable, "-c", code, str(worker), str(result)]
+    variables = environment(ACTIONS='{"engine": "hang"}', PYTHONPATH=str(ROOT))
+    process = subprocess.Popen(arguments, env=variables, stdout=subprocess.DEVNULL)
 
     def engine_runs() -> bool:
         return result.exists() and json.loads(result.read_text())["stages"]["engine"]["state"] == "running"
@@ -420,7 +470,7 @@ def test_a_killed_run_leaves_what_it_had(tmp_path):
 
 class TestBuild:
     def supervisor(self, tmp_path):
-        return gpu_check.Supervisor(STAGES, True, tmp_path / "out.json", time.monotonic() + 60)
+        return runner.Supervisor(STAGES, True, tmp_path / "out.json", time.monotonic() + 60)
 
     def test_a_module_that_loads_is_left_alone(self, tmp_path):
         supervisor = self.supervisor(tmp_path)
@@ -428,14 +478,14 @@ class TestBuild:
         assert supervisor.results["build"] == {"built": False}
 
     def test_what_the_compiler_said_is_told(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(gpu_check, "_module_loads", lambda: False)
+        monkeypatch.setattr(runner, "_module_loads", lambda: False)
         failed = subprocess.CompletedProcess([], 1, stdout="", stderr="fatal error: Python.h: no such file")
-        monkeypatch.setattr(gpu_check.subprocess, "run", lambda *arguments, **options: failed)
-        with pytest.raises(gpu_check.NothingToCheckError, match=r"(?s)compiler.*Python\.h: no such file"):
+        monkeypatch.setattr(runner.subprocess, "run", lambda *arguments, **options: failed)
+        with pytest.raises(runner.NothingToCheckError, match=r"(?s)compiler.*Python\.h: no such file"):
             self.supervisor(tmp_path).build()
 
     def test_torchs_headers_stand_in_for_pybind11(self, tmp_path):
-        folder = gpu_check._bundled_pybind11(tmp_path)
+        folder = runner._bundled_pybind11(tmp_path)
         code = "import pybind11; print(pybind11.get_include(), end='')"
         done = subprocess.run(
             [sys.executable, "-c", code], env=environment(PYTHONPATH=folder), capture_output=True, text=True, check=True
@@ -449,7 +499,7 @@ class TestVerdict:
     def verdict(self, first, second="done", ok=True):
         checks = [{"name": "bits", "ok": ok, "detail": ""}]
         results = {"stages": {"first": {"state": first, "checks": checks}, "second": {"state": second}}}
-        return gpu_check.verdict(results, self.STAGES)["exit_status"]
+        return runner.verdict(results, self.STAGES)["exit_status"]
 
     @pytest.mark.parametrize("state", ["not run", "running", "failed", "killed", "crashed", "skipped"])
     def test_checks_must_be_made(self, state):
@@ -469,7 +519,7 @@ class TestVerdict:
                 "second": {"state": "done", "checks": [{"name": "more bits", "ok": False, "detail": ""}]},
             }
         }
-        verdict = gpu_check.verdict(results, self.STAGES)
+        verdict = runner.verdict(results, self.STAGES)
         assert verdict["checks_that_fail"] == ["second: more bits"]
         assert verdict["exit_status"] == 1
 
@@ -480,7 +530,7 @@ def test_a_summary_is_made_of_whatever_there_is():
         "seconds": 3.0,
         "stages": {stage.name: {"state": "not run", "title": stage.title} for stage in STAGES},
     }
-    results["verdict"] = gpu_check.verdict(results, STAGES)
+    results["verdict"] = runner.verdict(results, STAGES)
     text = summary(results)
     assert "NOT CHECKED: kernels" in text
     assert "exit status 1" in text
@@ -504,14 +554,12 @@ FAULTS = {
 
 def run_with_faults() -> dict[str, list[str]]:
     """Fault -> the names of the checks that fail. Changes this process for good."""
-    from gpu_check_stages import worker
-
     worker._prepare_imports(dry=True)
     import torch
-    from gpu_check_stages import context, engine, kernels, late, memory, step_time
 
     from megatron_dos import cpu_emulation
     from megatron_dos.device import CudaDevice
+    from megatron_dos.gpu_check import context, engine, kernels, late, memory, step_time
     from megatron_dos.kernels import elementwise_adam, triton_adam
     from megatron_dos.program.schedule import OpKind
     from megatron_dos.update.operations import StepOperations
@@ -574,7 +622,7 @@ def run_with_faults() -> dict[str, list[str]]:
 @pytest.mark.slow
 def test_every_planted_fault_fails_its_check():
     code = "import json, test_gpu_check as t; print(json.dumps(t.run_with_faults()))"
-    path = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
+    path = os.pathsep.join(map(str, (Path(__file__).parent, ROOT / "tests" / "helpers", ROOT)))
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=environment(PYTHONPATH=path),

@@ -7,9 +7,10 @@ import dataclasses
 from collections.abc import Callable
 
 import numpy as np
-from adam_cases import DTYPES, SPECIAL_BITS, Case, assert_same_bits, run_on_tensors
 from hypothesis import strategies as st
+from same_bits import assert_same_bits
 
+from megatron_dos.gpu_check.cases import DTYPES, SPECIAL_BITS, Case, run_on_tensors
 from megatron_dos.kernels import AdamScalars
 
 FACTORS = (1.0, 2.0**-16, 0.37, 1e-40, 3e38)

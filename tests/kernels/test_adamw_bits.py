@@ -6,8 +6,9 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from adam_cases import as_array, as_tensor, assert_same_bits, bits, make_case, run_on_tensors
+from same_bits import assert_same_bits
 
+from megatron_dos.gpu_check.cases import as_array, as_tensor, bits, make_case, run_on_tensors
 from megatron_dos.kernels import cpu, reference
 
 GRADS = ("float32", "bfloat16", "float16")

@@ -5,20 +5,12 @@ import contextlib
 
 import numpy as np
 import pytest
-from adam_cases import (
-    DTYPES,
-    Case,
-    as_tensor,
-    assert_same_bits,
-    make_case,
-    neighbours_intact,
-    run_on_tensors,
-    to_dtype,
-)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from same_bits import assert_same_bits
 
 from megatron_dos import _cpp_adam
+from megatron_dos.gpu_check.cases import DTYPES, Case, as_tensor, make_case, neighbours_intact, run_on_tensors, to_dtype
 from megatron_dos.kernels import AdamScalars, cpu
 
 

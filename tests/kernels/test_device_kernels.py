@@ -11,12 +11,12 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from adam_cases import DTYPES, make_case
 from device_cases import FACTORS, any_bits, check
 from hypothesis import given, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_dos.gpu_check.cases import DTYPES, make_case
 from megatron_dos.kernels import AdamScalars, device_kernel, elementwise_adam, library_adam, operands, reference
 
 CPU = torch.device("cpu")

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from adam_cases import assert_same_bits, make_case, run_on_tensors
+from same_bits import assert_same_bits
 
 from megatron_dos import _cpp_adam
 from megatron_dos.adapter.deferred_grads import DeferredGrads
+from megatron_dos.gpu_check.cases import make_case, run_on_tensors
 from megatron_dos.kernels import AdamScalars, cpu, elementwise_adam, fp_environment, library_adam, operands, reference
 
 DENORMAL = 1e-40

@@ -11,8 +11,9 @@ import os
 
 import numpy as np
 import pytest
-from adam_cases import assert_same_bits, make_case
+from same_bits import assert_same_bits
 
+from megatron_dos.gpu_check.cases import make_case
 from megatron_dos.kernels import AdamScalars, DType, cpu
 
 NUMEL = 2**31 + 3

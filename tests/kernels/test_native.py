@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from adam_cases import DTYPES, assert_same_bits, make_case
+from same_bits import assert_same_bits
 
+from megatron_dos.gpu_check.cases import DTYPES, make_case
 from megatron_dos.kernels import DType
 
 CPP_ADAM = Path(__file__).parents[2] / "cpp_adam"

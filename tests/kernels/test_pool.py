@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from adam_cases import as_tensor, assert_same_bits, make_case, run_on_tensors
+from same_bits import assert_same_bits
 
 from megatron_dos import _cpp_adam
+from megatron_dos.gpu_check.cases import as_tensor, make_case, run_on_tensors
 from megatron_dos.kernels import AdamScalars, cpu
 
 SCALARS = AdamScalars.at_step(3, 1e-3, (0.9, 0.95), 1e-8, 0.1, True)
@@ -316,7 +317,7 @@ def test_description_tells_instruction_set_threads_and_cpus():
 
 def test_tensor_neighbours_check_sees_a_stray_write():
     """The guard that the other tests lean on."""
-    from adam_cases import neighbours_intact
+    from megatron_dos.gpu_check.cases import neighbours_intact
 
     tensor = as_tensor(np.zeros(4, np.float32))
     assert neighbours_intact(tensor)

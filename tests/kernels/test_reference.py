@@ -4,8 +4,8 @@
 import numpy as np
 import pytest
 import torch
-from adam_cases import SPECIAL_BITS, bits
 
+from megatron_dos.gpu_check.cases import SPECIAL_BITS, bits
 from megatron_dos.kernels import AdamScalars, reference
 
 

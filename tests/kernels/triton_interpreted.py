@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 import triton
-from adam_cases import DTYPES, Case, make_case
 from device_cases import FACTORS, any_bits, check
 from hypothesis import given, settings
 
+from megatron_dos.gpu_check.cases import DTYPES, Case, make_case
 from megatron_dos.kernels import AdamScalars, reference, triton_adam
 
 BLOCK = triton_adam.BLOCK

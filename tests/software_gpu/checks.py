@@ -14,10 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(TESTS), str(TESTS.parent / "scripts")]
-
-import software_gpu  # noqa: E402
+import software_gpu
 
 CHECKS: dict[str, Callable[[ctypes.CDLL], Any]] = {}
 
@@ -210,9 +207,9 @@ def one_queue(library: ctypes.CDLL) -> Any:
 def engine(library: ctypes.CDLL) -> Any:
     """The engine on CudaDevice beside the sequential update on the host: what differs, and what a step costs."""
     import torch
-    from gpu_check_stages import engine as stage
 
     from megatron_dos.device import CudaDevice
+    from megatron_dos.gpu_check import engine as stage
     from megatron_dos.update.engine import EngineOptions
     from software_gpu.kernels import replace_triton
 

@@ -29,7 +29,8 @@ def folder() -> Path:
 
 def run(folder: Path, check: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "tests" / "software_gpu" / "checks.py"), str(folder), check]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
 
 

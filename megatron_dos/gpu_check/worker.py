@@ -7,6 +7,7 @@ fresh worker for the stages that are left.
 
 from __future__ import annotations
 
+import argparse
 import faulthandler
 import gc
 import importlib
@@ -21,12 +22,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from gpu_check_stages import STAGES
+from megatron_dos.gpu_check import STAGES
 
-__all__ = ["run_stages"]
+__all__ = ["main", "run_stages"]
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 GRACE = 5.0  # seconds between a stage's soft limit and the end of the whole run
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command of a worker, which the supervisor starts."""
+    parser = argparse.ArgumentParser(prog="gpu_check worker")
+    parser.add_argument("earlier", nargs="?", type=Path)
+    parser.add_argument("--stages", required=True)
+    parser.add_argument("--until", type=float, required=True)
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--parameters", type=int, default=0)
+    args = parser.parse_args(argv)
+    run_stages(args.stages.split(","), args.dry_run, args.until, args.earlier, args.parameters)
 
 
 def run_stages(names: Sequence[str], dry: bool, until: float, results: Path | None, parameters: int) -> None:
@@ -47,8 +59,8 @@ def run_stages(names: Sequence[str], dry: bool, until: float, results: Path | No
 
     import torch
 
-    from gpu_check_stages.context import Context, Sizes
-    from gpu_check_stages.environment import NoGpuError
+    from megatron_dos.gpu_check.context import Context, Sizes
+    from megatron_dos.gpu_check.environment import NoGpuError
 
     sizes = Sizes.dry() if dry else Sizes()
     if parameters:
@@ -74,7 +86,7 @@ def run_stages(names: Sequence[str], dry: bool, until: float, results: Path | No
             send({"reason": "no time was left"}, "skipped")
             continue
         try:
-            importlib.import_module(f"gpu_check_stages.{stage.module or name}").run(context)
+            importlib.import_module(f"megatron_dos.gpu_check.{stage.module or name}").run(context)
         except NoGpuError as error:
             send({"reason": str(error)}, "no_gpu")
             return
@@ -98,8 +110,6 @@ def _take_stdout() -> TextIO:
 
 
 def _prepare_imports(dry: bool) -> None:
-    for path in (ROOT / "tests" / "kernels", ROOT):  # adam_cases makes the kernels' inputs
-        sys.path.insert(0, str(path))
     if dry:
         os.environ["TRITON_INTERPRET"] = "1"  # Triton's kernel on numpy
     try:

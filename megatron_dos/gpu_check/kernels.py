@@ -8,12 +8,11 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import adam_cases
 import numpy as np
 import torch
-from adam_cases import DTYPES, Case, bits, make_case
 
-from gpu_check_stages.context import Context
+from megatron_dos.gpu_check.cases import DTYPES, Case, as_tensor, bits, make_case, random_scalars, run_on_tensors
+from megatron_dos.gpu_check.context import Context
 from megatron_dos.kernels import AdamScalars, cpu, device_kernel, elementwise_adam, library_adam
 from megatron_dos.words import gib
 
@@ -111,14 +110,14 @@ def _arbitrary(rng: np.random.Generator, numel: int, grad: str, out: str) -> Cas
         *(random_bits("float32") for _ in range(3)),
         grad=random_bits(grad),
         out=np.zeros(numel, DTYPES[out][0]),
-        scalars=adam_cases.random_scalars(rng, l2_mode=False),
+        scalars=random_scalars(rng, l2_mode=False),
         grad_scale=0.5,
     )
 
 
 def _faults(what: str, kernel: Kernel, case: Case, place: torch.device, offset: int) -> list[str]:
     """What differs from the CPU kernel, in words."""
-    expected = adam_cases.run_on_tensors(case, cpu.adamw)
+    expected = run_on_tensors(case, cpu.adamw)
     found, damaged = _run_on(place, kernel, case, offset)
     faults = [f"{what}: memory around {name} was written" for name in damaged]
     for name, wanted in expected.arrays().items():
@@ -141,7 +140,7 @@ def _run_on(place: torch.device, kernel: Kernel, case: Case, offset: int) -> tup
         if array is None:
             tensors[name] = None
             continue
-        host = adam_cases.as_tensor(array)
+        host = as_tensor(array)
         start = GUARD + offset * array.itemsize
         memory[name] = torch.full((start + array.nbytes + GUARD,), 0x5A, dtype=torch.uint8, device=place)
         tensors[name] = memory[name][start : start + array.nbytes].view(host.dtype)

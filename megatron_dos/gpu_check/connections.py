@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 from fractions import Fraction
 
-from gpu_check_stages.context import Context, median
-from gpu_check_stages.step_time import Bench, gpt_layer
+from megatron_dos.gpu_check.context import Context, median
+from megatron_dos.gpu_check.step_time import Bench, gpt_layer
 
 __all__ = ["run"]
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy
 import torch
 
-from gpu_check_stages.context import Context
-from gpu_check_stages.gpu_there import nvidia_smi, why_not
+from megatron_dos.gpu_check.context import Context
+from megatron_dos.gpu_check.gpu_there import nvidia_smi, why_not
 
 __all__ = ["NoGpuError", "run"]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether there is a GPU to check, found out in seconds: needs torch alone, and prints why there is none."""
+"""Whether there is a GPU to check, found out in seconds: needs torch alone, and says why there is none."""
 
 from __future__ import annotations
 
@@ -36,6 +36,3 @@ def nvidia_smi(query: str) -> str:
     answer = done.stdout.strip().splitlines()
     return answer[0].strip() if done.returncode == 0 and answer else ""
 
-
-if __name__ == "__main__":
-    print(why_not())

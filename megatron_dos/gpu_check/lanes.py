@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gpu_check_stages.context import Context
+from megatron_dos.gpu_check.context import Context
 from megatron_dos.program.schedule import Op, OpKind, Program, Resource, Stream
 from megatron_dos.program.timeline import FULL_DUPLEX
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from gpu_check_stages.context import Context
-from gpu_check_stages.late import Delays, Without
 from megatron_dos.device import CudaDevice, HostDevice
 from megatron_dos.device.sim import SimDevice, describe
+from megatron_dos.gpu_check.context import Context
+from megatron_dos.gpu_check.late import Delays, Without
 from megatron_dos.kernels import AdamScalars, device_kernel
 from megatron_dos.program.partition import STATES, OwnedRange, Partition, partition
 from megatron_dos.program.schedule import Op, OpKind, Program

@@ -10,8 +10,8 @@ import time
 
 import torch
 
-from gpu_check_stages.context import Context, median
 from megatron_dos.calibration.lane_rates import HostUpdate, Links, device_update_rate, link_rates, rates_beside_copies
+from megatron_dos.gpu_check.context import Context, median
 from megatron_dos.kernels import cpu, device_kernel, elementwise_adam
 from megatron_dos.node import slab
 from megatron_dos.planning.workload import FUSED_PASS

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from gpu_check_stages.context import Context, median
-from gpu_check_stages.lanes import Lanes
-from gpu_check_stages.rivals import HybridOptimizer, NotImportableError, Resident, ResidentOperations
 from megatron_dos.device import CudaDevice
+from megatron_dos.gpu_check.context import Context, median
+from megatron_dos.gpu_check.lanes import Lanes
+from megatron_dos.gpu_check.rivals import HybridOptimizer, NotImportableError, Resident, ResidentOperations
 from megatron_dos.kernels import AdamScalars, cpu, device_kernel
 from megatron_dos.node.memory import available_host_memory
 from megatron_dos.planning.clock import Rate, durations, simulate

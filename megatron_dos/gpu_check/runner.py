@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks and measures megatron-dos on one GPU, in under five minutes; see docs/gpu-check.md.
 
-This file supervises: it builds the C++ module if it is missing, runs the stages (scripts/gpu_check_stages) in worker
-processes, writes what they tell to a JSON file as it comes, kills what hangs and starts a fresh worker after what
-fails, and prints a summary. It needs Python alone; the workers need torch, Triton and numpy.
+This file supervises: it runs the stages in worker processes, writes their results to a JSON file as they come, kills
+what hangs and starts a fresh worker after what fails, and prints a summary. In a checkout it first builds the C++
+module if that is missing. It needs Python alone; the workers need torch, Triton and numpy.
+
+`megatron-dos check` runs it, and so does `scripts/gpu_check`, from a checkout that is not installed.
 
 Exit status: 0 when every correctness check was made and holds and no stage failed; 1 when a correctness check fails or
 was not made; 2 when there is nothing to check, as without a GPU; 3 when all checks hold but a measurement failed.
@@ -28,19 +30,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
+from megatron_dos.gpu_check import STAGES, Stage
+from megatron_dos.gpu_check.summary import summary, summary_of_stage
+from megatron_dos.version import __version__
 
-from gpu_check_stages import STAGES, Stage  # noqa: E402
-from gpu_check_stages.summary import summary, summary_of_stage  # noqa: E402
+__all__ = ["DESCRIPTION", "EPILOG", "Supervisor", "add_arguments", "main", "run", "verdict"]
 
-__all__ = ["Supervisor", "main", "verdict"]
+PACKAGE = Path(__file__).resolve().parent.parent
+CHECKOUT = PACKAGE.parent if (PACKAGE.parent / "cpp_adam" / "flags.mk").is_file() else None
+"""The source tree that this package is part of; None for an installed copy, which builds nothing and has no docs/."""
 
 BUDGET = 285  # seconds, the building included
 GRACE = 20  # seconds past its limit after which a stage is killed
 START = 90  # seconds that a worker may take to import torch and to begin
 STACKS = 1.0  # seconds that a hung worker is given to print where it is
 
+
+DESCRIPTION = "Check and measure megatron-dos on this machine's GPU; writes one JSON file."
+EPILOG = f"Stages: {', '.join(f'{stage.name} ({stage.title})' for stage in STAGES)}."
 
 _NO_GPU = "This check needs a GPU: run it where `nvidia-smi` lists one. --dry-run tries the script without"
 
@@ -50,12 +57,38 @@ class NothingToCheckError(RuntimeError):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _arguments(argv)
-    if args.worker:
-        from gpu_check_stages.worker import run_stages
+    """The command `scripts/gpu_check`; the exit status."""
+    parser = argparse.ArgumentParser(prog="gpu_check", description=DESCRIPTION, epilog=EPILOG)
+    add_arguments(parser)
+    return run(parser.parse_args(argv), parser.prog)
 
-        run_stages(args.worker.split(","), args.dry_run, args.until, args.result, args.parameters)
-        return 0
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the check."""
+    parser.add_argument(
+        "result",
+        nargs="?",
+        type=Path,
+        help="the JSON file; default gpu-check-<gpu>-<date>.json in $OUT where that is set, else in docs/results; in "
+        "the current folder where megatron-dos runs without its checkout",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="without a GPU: tiny tensors and a CPU stand-in, to try the script itself; the figures mean nothing",
+    )
+    parser.add_argument("--budget", type=float, default=BUDGET, help="seconds in all (default %(default)s)")
+    parser.add_argument("--stages", help="only these, separated by commas")
+    parser.add_argument("--parameters", type=int, default=0, help="of the step time, about (default 1e9)")
+
+
+def run(args: argparse.Namespace, command: str) -> int:
+    """Check, measure and report; the exit status.
+
+    Args:
+        args: the options of `add_arguments`.
+        command: whose name is before a message on the standard error.
+    """
     began = time.monotonic()
     names = args.stages.split(",") if args.stages else [stage.name for stage in STAGES]
     unknown = set(names) - {stage.name for stage in STAGES}
@@ -71,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         supervisor.build()
         supervisor.run()
     except NothingToCheckError as error:
-        print(f"gpu_check: {error}", file=sys.stderr)
+        print(f"{command}: {error}", file=sys.stderr)
         return 2
     return supervisor.finish()
 
@@ -82,9 +115,9 @@ def look_for_gpu() -> None:
     Raises:
         NothingToCheckError: there is none, or nothing answers.
     """
-    command = [sys.executable, "-m", "gpu_check_stages.gpu_there"]
+    command = _python("from megatron_dos.gpu_check.gpu_there import why_not; print(why_not())")
     try:
-        done = subprocess.run(command, cwd=ROOT / "scripts", capture_output=True, text=True, timeout=START)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=START)
     except subprocess.TimeoutExpired:
         reason = f"the look for a GPU took more than {START} s: does `nvidia-smi` answer?"
     else:
@@ -97,31 +130,6 @@ def look_for_gpu() -> None:
         raise NothingToCheckError(f"{reason}. {_NO_GPU}")
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="gpu_check",
-        description="Check and measure megatron-dos on this machine's GPU; writes one JSON file.",
-        epilog=f"Stages: {', '.join(f'{stage.name} ({stage.title})' for stage in STAGES)}.",
-    )
-    parser.add_argument(
-        "result",
-        nargs="?",
-        type=Path,
-        help="the JSON file; default gpu-check-<gpu>-<date>.json in $OUT where that is set, else in docs/results",
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="without a GPU: tiny tensors and a CPU stand-in, to try the script itself; the figures mean nothing",
-    )
-    parser.add_argument("--budget", type=float, default=BUDGET, help="seconds in all (default %(default)s)")
-    parser.add_argument("--stages", help="only these, separated by commas")
-    parser.add_argument("--parameters", type=int, default=0, help="of the step time, about (default 1e9)")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
-
-
 class Supervisor:
     """Runs stages in workers and keeps their results.
 
@@ -131,7 +139,7 @@ class Supervisor:
         path: the JSON file; None for the default, which has the GPU's name in it.
         until: when the run ends, on `time.monotonic()`.
         parameters: of the step time; 0 for the default.
-        worker: the command of a worker, to which the stages and the rest are added.
+        worker: the command of a worker, to which the stages and the rest are added; None for that of this package.
     """
 
     def __init__(
@@ -141,14 +149,14 @@ class Supervisor:
         path: Path | None,
         until: float,
         parameters: int = 0,
-        worker: Sequence[str] = (sys.executable, str(Path(__file__).resolve())),
+        worker: Sequence[str] | None = None,
     ) -> None:
         self.path = path
         self._stages = list(stages)
         self._dry = dry
         self._until = until
         self._parameters = parameters
-        self._worker = list(worker)
+        self._worker = list(worker or _python("from megatron_dos.gpu_check.worker import main; main()"))
         self._began = time.monotonic()
         self.results: dict[str, Any] = {
             "what": "megatron-dos GPU check",
@@ -164,14 +172,19 @@ class Supervisor:
     # --- the C++ module
 
     def build(self) -> None:
-        """Build the C++ module where it is missing or was built for another Python.
+        """Build the C++ module of a checkout where it is missing or was built for another Python.
 
         Raises:
-            NothingToCheckError: it cannot be built; the compiler's output is in the message.
+            NothingToCheckError: it cannot be built, and the compiler's output is in the message; or an installed copy
+                lacks it.
         """
         if _module_loads():
             self.results["build"] = {"built": False}
             return
+        if CHECKOUT is None:
+            raise NothingToCheckError(
+                f"the C++ module in {PACKAGE} does not load here: install megatron-dos again, with {sys.executable}"
+            )
         began = time.monotonic()
         print("building the C++ module ...", flush=True)
         with tempfile.TemporaryDirectory() as temporary:
@@ -183,7 +196,9 @@ class Supervisor:
             command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--build-temp", temporary]
             limit = max(self._until - time.monotonic(), 1.0)
             try:
-                done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit)
+                done = subprocess.run(
+                    command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, timeout=limit
+                )
             except subprocess.TimeoutExpired:
                 raise NothingToCheckError(f"the C++ module was not built within {limit:.0f} s") from None
         if done.returncode != 0 or not _module_loads():
@@ -223,13 +238,11 @@ class Supervisor:
             earlier = Path(temporary) / "earlier.json"
             earlier.write_text(json.dumps(self.results))
             errors = (Path(temporary) / "stderr").open("w+")
-            command = [*self._worker, str(earlier), "--worker", ",".join(stage.name for stage in stages)]
+            command = [*self._worker, str(earlier), "--stages", ",".join(stage.name for stage in stages)]
             command += ["--until", str(self._until), *(["--dry-run"] if self._dry else [])]
             command += ["--parameters", str(self._parameters)] if self._parameters else []
             environment = {**os.environ, **stages[0].environment}
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
-            )
+            process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
             try:
                 return self._follow(process, stages, errors)
             finally:
@@ -336,6 +349,15 @@ def verdict(results: dict[str, Any], stages: Sequence[Stage]) -> dict[str, Any]:
 # --- helpers
 
 
+def _python(code: str) -> list[str]:
+    """The command of a process that imports from the folders from which this one does, whatever the current folder is.
+
+    It needs no installed package then, and `python -m` would look into the current folder first.
+    """
+    path = [entry or os.getcwd() for entry in sys.path]
+    return [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}; {code}"]
+
+
 def _read_lines(process: subprocess.Popen, lines: queue.Queue[str | None]) -> None:
     for line in process.stdout:
         lines.put(line)
@@ -360,7 +382,7 @@ def _module_loads() -> bool:
     """Whether the C++ module is there for this Python, in a process of its own: a failed import is remembered."""
     code = "import importlib.util as u; s = u.spec_from_file_location('_cpp_adam', __import__('sys').argv[1]); "
     code += "m = u.module_from_spec(s); s.loader.exec_module(m); m.isa()"
-    for path in (ROOT / "megatron_dos").glob("_cpp_adam*.so"):
+    for path in PACKAGE.glob("_cpp_adam*.so"):
         if subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True).returncode == 0:
             return True
     return False
@@ -386,7 +408,9 @@ def _bundled_pybind11(temporary: Path) -> str:
 
 def _default_path(gpu: str, dry: bool) -> Path:
     """A file that is not there yet. A dry run's is never in docs/results."""
-    folder = os.environ.get("OUT") or (ROOT / "build" if dry else ROOT / "docs" / "results")
+    folder = os.environ.get("OUT")
+    if not folder:
+        folder = Path.cwd() if CHECKOUT is None else CHECKOUT / "build" if dry else CHECKOUT / "docs" / "results"
     kind = "dry-run" if dry else re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
     stem = f"gpu-check-{kind}-{datetime.date.today().isoformat()}"
     path, number = Path(folder) / f"{stem}.json", 2
@@ -397,8 +421,11 @@ def _default_path(gpu: str, dry: bool) -> Path:
 
 def _commit() -> str | None:
     """The commit of the code, with a + where files differ from it."""
+    if CHECKOUT is None:  # git would tell of a repository around the installed copy
+        built = re.search(r"\+g([0-9a-f]+)(\.dirty)?$", __version__)
+        return built[1] + ("+" if built[2] else "") if built else None
     try:
-        git = ["git", "-C", str(ROOT)]
+        git = ["git", "-C", str(CHECKOUT)]
         commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
         changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -409,6 +436,3 @@ def _commit() -> str | None:
 def _now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -32,12 +32,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from harness import LAYOUTS, PRECISIONS, TINY, CaseFailure, Megatron, Result, differences, same_bits
 from tqdm import tqdm
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "e2e"))
-
-from harness import LAYOUTS, PRECISIONS, TINY, CaseFailure, Megatron, Result, differences, same_bits  # noqa: E402
 
 __all__ = ["disturb", "main", "observe", "soak"]
 
@@ -189,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         folder = Path(name)
         with (
-            Megatron(folder / "cases", python_path=[Path(__file__).parent]) as megatron,
+            Megatron(folder / "cases") as megatron,
             tqdm(total=2 * args.steps + args.interval, unit="step") as bar,
         ):
             try:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from gpu_check_stages.context import Context
 from megatron_dos.device import CudaDevice
+from megatron_dos.gpu_check.context import Context
 from megatron_dos.kernels import AdamScalars, device_kernel
 from megatron_dos.program.partition import OwnedRange, partition
 from megatron_dos.update.engine import EngineOptions, UpdateEngine

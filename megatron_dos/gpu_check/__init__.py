@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stages of scripts/gpu_check.py, which run in worker processes; each is a module with `run(context)`.
+"""`megatron-dos check`: its stages, which run in worker processes; each is a module with `run(context)`.
 
-Importing this package needs the standard library alone: the supervisor reads the table below.
+Importing this package, its `runner` and its `summary` needs the standard library alone.
 """
 
 from __future__ import annotations
