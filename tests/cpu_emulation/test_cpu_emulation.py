@@ -115,9 +115,9 @@ def is_host(tensor: torch.Tensor) -> bool:
 # ---- Getting in and staying out --------------------------------------------------------------------------------------
 
 
-def test_no_module_of_the_package_imports_it():
+def test_no_module_of_the_package_imports_it_but_the_dry_run_of_the_gpu_check():
     for file in (ROOT / "megatron_dos").rglob("*.py"):
-        if file.parent.name == "cpu_emulation":
+        if file.parent.name == "cpu_emulation" or file == ROOT / "megatron_dos" / "gpu_check" / "worker.py":
             continue
         for node in ast.walk(ast.parse(file.read_text())):
             names = []

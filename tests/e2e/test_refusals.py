@@ -21,8 +21,8 @@ from megatron_dos import cpu_emulation
 sys.exit(cpu_emulation.main(["{script}", *sys.argv[1:]]))
 """
 TOO_LITTLE = """
-import megatron_dos.update.memory
-megatron_dos.update.memory.available_host_memory = lambda: 1000
+import megatron_dos.node.memory
+megatron_dos.node.memory.available_host_memory = lambda: 1000
 """
 UNSAFE = """
 import megatron_dos.arguments
