@@ -159,7 +159,7 @@ def slot_stalls(timeline: Timeline) -> dict[str, float]:
         ready = max((ends[index] for index in awaited), default=0.0)
         for resource in op.writes:
             name = resource[0]
-            if name.endswith(STAGING):
+            if name in STAGING:
                 users = reads_since.get(resource, []) + ([last_write[resource]] if resource in last_write else [])
                 free = max((ends[index] for index in users), default=0.0)
                 stall = min(free, timeline.starts[op.index]) - ready

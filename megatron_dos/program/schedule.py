@@ -84,8 +84,8 @@ class OpKind(Enum):
 
 # What operations read and write: a name and the index of the subgroup, slot or bucket that is meant.
 Resource = tuple[str, int]
-STAGING = "_slot"
-"""How the names of staging memory end, which holds nothing when a step begins; all other resources do."""
+STAGING = frozenset(("host_grad_slot", "host_param_slot", "early_grad_slot", "device_grad_slot", "states_slot"))
+"""The names of staging memory, which holds nothing when a step begins; all other resources do."""
 
 
 @dataclass(frozen=True)
