@@ -19,7 +19,7 @@ from megatron_dos import _cpp_adam
 from megatron_dos.kernels import AdamScalars, DType
 from megatron_dos.node.threads import cpus_for, default_threads
 
-__all__ = ["Piece", "Ticket", "adamw", "adamw_pieces", "describe", "pool", "submit"]
+__all__ = ["Piece", "Ticket", "adamw", "adamw_pieces", "describe", "pool", "submit", "summary"]
 
 # `wait()` blocks until the job is done, `poll()` tells whether it is. A ticket keeps the job's tensors alive; dropping
 # it waits for the job.
@@ -61,10 +61,15 @@ def pool(threads: int | None = None) -> _cpp_adam.Pool:
 
 
 def describe(threads: int | None = None) -> str:
-    """One line on how updates run here, for the log: instruction set, threads and their CPUs."""
+    """One line on how updates run here, for the log: `summary`, and what it is of."""
+    return f"CPU AdamW: {summary(threads)}"
+
+
+def summary(threads: int | None = None) -> str:
+    """How updates run here: instruction set, threads and their CPUs."""
     of = pool(threads)
     where = f" on CPUs {_ranges(of.cpus)}" if of.cpus else ""
-    return f"CPU AdamW: {_cpp_adam.isa()}, {of.threads} thread{'s' if of.threads > 1 else ''}{where}"
+    return f"{_cpp_adam.isa()}, {of.threads} thread{'s' if of.threads > 1 else ''}{where}"
 
 
 def adamw(
