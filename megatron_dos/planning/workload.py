@@ -10,7 +10,7 @@ from megatron_dos.planning.machine import Machine
 from megatron_dos.program.partition import automatic_subgroup_size
 from megatron_dos.words import gib, plural
 
-__all__ = ["Memory", "MemoryFitError", "Workload", "memory_fit", "memory_needed", "room_to_stream"]
+__all__ = ["Memory", "MemoryFitError", "Shortage", "Workload", "memory_fit", "memory_needed", "room_to_stream"]
 
 
 STATE_BYTES = 12
@@ -21,8 +21,37 @@ CAST_BYTES = 6
 """Bytes of GPU memory that casting a 16-bit grad to FP32 moves."""
 
 
+@dataclass(frozen=True)
+class Shortage:
+    """Memory that the step needs and that is not there.
+
+    Attributes:
+        where: the memory, for people.
+        needed, free: bytes.
+        parts: what is needed for what.
+        way_out: what to do, with `{dos}` for how flags begin.
+    """
+
+    where: str
+    needed: float
+    free: float
+    parts: str
+    way_out: str
+
+    def text(self, flags_begin: str = "--dos-") -> str:
+        """The shortage and the way out; the flags of training begin with `--dos-`, those of `plan` do not."""
+        return (
+            f"the update needs {gib(self.needed)} on the {self.where} ({self.parts}), and {gib(self.free)} are free: "
+            f"{self.way_out.format(dos=flags_begin)}"
+        )
+
+
 class MemoryFitError(MemoryError):
-    """What the step needs does not fit into the memory of the GPU or of the node."""
+    """What the step needs does not fit into the memory of the GPU or of the node: `shortage` says what."""
+
+    def __init__(self, shortage: Shortage) -> None:
+        super().__init__(shortage.text())
+        self.shortage = shortage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,26 +140,24 @@ def memory_fit(
         MemoryFitError: it does not fit; the message says what is needed and what is there.
     """
     memory = memory_needed(work, Fraction(resident_share), streamed, Fraction(host_share))
-    for where, needed, free, parts, way_out in (
-        (
+    for shortage in (
+        Shortage(
             "GPU",
             memory.gpu,
             machine.gpu_memory if free_gpu_memory is None else free_gpu_memory,
             f"{gib(memory.gpu_slots)} of slots during the step, {gib(memory.gpu_resident)} of resident states",
-            "lower --dos-resident-share or --dos-subgroup-size",
+            "lower {dos}resident-share or {dos}subgroup-size",
         ),
-        (
+        Shortage(
             f"node for {plural(work.ranks, 'rank')}",
             memory.host,
             machine.host_memory if free_host_memory is None else free_host_memory,
             f"{gib(memory.host_states)} of states, {gib(memory.host_slots)} of slots",
-            "use more nodes, or keep a part of the states on the GPU (--dos-resident-share)",
+            "use more nodes, or keep a part of the states on the GPU ({dos}resident-share)",
         ),
     ):
-        if needed > free:
-            raise MemoryFitError(
-                f"the update needs {gib(needed)} on the {where} ({parts}), and {gib(free)} are free: {way_out}"
-            )
+        if shortage.needed > shortage.free:
+            raise MemoryFitError(shortage)
     return memory
 
 
