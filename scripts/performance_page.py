@@ -23,7 +23,8 @@ from megatron_dos.planning.choice import choose
 from megatron_dos.planning.machine import Machine, preset, preset_names
 from megatron_dos.planning.model import clock_optimum
 from megatron_dos.planning.systems import OURS, RIVALS, Design
-from megatron_dos.planning.workload import FUSED_PASS, STATE_BYTES, Workload
+from megatron_dos.planning.workload import FUSED_PASS, Workload
+from megatron_dos.program.partition import BYTES_PER_PARAMETER
 from megatron_dos.program.schedule import Placement
 from megatron_dos.program.timeline import Timeline
 
@@ -34,7 +35,7 @@ SYSTEMS = {OURS.name: OURS, **RIVALS}
 MODELS = {"7B": 5.949e9, "8.3B": 9.143e9, "10B": 9.919e9, "13B": 11.316e9, "20B": 15.327e9}
 PUBLISHED_SUBGROUP = reproduce.SUBGROUP
 # The published program has three slots of a subgroup on the GPU; ours may take as much for slots and resident states.
-PUBLISHED_SLOTS = 3 * STATE_BYTES * PUBLISHED_SUBGROUP
+PUBLISHED_SLOTS = 3 * BYTES_PER_PARAMETER * PUBLISHED_SUBGROUP
 
 
 def published_step(label: str, static: float, variant: str, what: str = "step") -> float:
@@ -91,7 +92,7 @@ def moved(timeline: Timeline, work: Workload) -> float:
         for numel, place in zip(work.subgroups, timeline.program.placements, strict=True)
         if place is Placement.STREAMED
     )
-    return STATE_BYTES * streamed / timeline.makespan / 1e9
+    return BYTES_PER_PARAMETER * streamed / timeline.makespan / 1e9
 
 
 def table(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:

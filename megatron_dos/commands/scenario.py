@@ -22,6 +22,7 @@ from megatron_dos.observing.trace import Span, spans_of
 from megatron_dos.options.options import AUTOMATIC_EARLY_SLOTS, DosOptions
 from megatron_dos.planning.machine import Machine, MachineError, load, preset, preset_names
 from megatron_dos.planning.systems import Design, GradTransfer
+from megatron_dos.program.partition import BYTES_PER_PARAMETER
 from megatron_dos.words import plural
 
 if TYPE_CHECKING:
@@ -103,9 +104,7 @@ class Scenario:
     @property
     def states(self) -> int:
         """Bytes of the states that a rank owns."""
-        from megatron_dos.planning.workload import STATE_BYTES
-
-        return STATE_BYTES * self.stage.owned
+        return BYTES_PER_PARAMETER * self.stage.owned
 
 
 def add_machine_flag(parser: argparse.ArgumentParser) -> None:

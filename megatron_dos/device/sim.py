@@ -13,12 +13,13 @@ any moment between the two. So of two operations that overlap, either can come f
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 
+from megatron_dos.device.protocol import Handlers
 from megatron_dos.program.schedule import STAGING, Op, OpKind, Program, Resource
 
 __all__ = ["RaceError", "SimDevice", "describe"]
@@ -72,7 +73,7 @@ class SimDevice:
     def run(
         self,
         program: Program,
-        handlers: Mapping[OpKind, Callable[[Op], Any]],
+        handlers: Handlers,
         memory: Callable[[Resource], list[torch.Tensor]],
     ) -> None:
         """Run `program`, see `Device`; `memory` is filled with NaN while it holds nothing.
@@ -110,7 +111,7 @@ class _Run:
     def __init__(
         self,
         program: Program,
-        handlers: Mapping[OpKind, Callable[[Op], Any]],
+        handlers: Handlers,
         memory: Callable[[Resource], list[torch.Tensor]],
         device: SimDevice,
         begun: set[int],

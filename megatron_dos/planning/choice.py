@@ -12,7 +12,6 @@ from megatron_dos.planning.machine import Machine
 from megatron_dos.planning.model import Estimate, closed_form, closed_form_optimum, optimum
 from megatron_dos.planning.workload import (
     FUSED_PASS,
-    STATE_BYTES,
     Memory,
     Workload,
     _share,
@@ -22,6 +21,7 @@ from megatron_dos.planning.workload import (
     memory_needed,
     room_to_stream,
 )
+from megatron_dos.program.partition import BYTES_PER_PARAMETER
 from megatron_dos.program.schedule import (
     Placement,
     every_kth_on_device,
@@ -163,10 +163,10 @@ def choose(
 def _room_for(work: Workload, free: float) -> int:
     """Subgroups whose states fit into that much of the GPU's memory beside the slots of the others."""
     count, largest = len(work.subgroups), max(work.subgroups)
-    if STATE_BYTES * work.parameters <= free:
+    if BYTES_PER_PARAMETER * work.parameters <= free:
         return count
     left = free - memory_needed(work, Fraction(0), streamed=True, host_share=Fraction(1)).gpu_slots
-    return max(min(int(left // (STATE_BYTES * largest)), count), 0)
+    return max(min(int(left // (BYTES_PER_PARAMETER * largest)), count), 0)
 
 
 def _more_cores(machine: Machine, work: Workload) -> tuple[Machine, Workload]:

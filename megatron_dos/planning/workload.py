@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from megatron_dos.planning.machine import Machine
-from megatron_dos.program.partition import automatic_subgroup_size
+from megatron_dos.program.partition import BYTES_PER_PARAMETER, automatic_subgroup_size
+from megatron_dos.program.schedule import DEVICE_SLOTS, HOST_SLOTS
 from megatron_dos.words import gib, plural
 
 __all__ = ["Memory", "MemoryFitError", "Shortage", "Workload", "memory_fit", "memory_needed", "room_to_stream"]
 
 
-STATE_BYTES = 12
-"""Bytes of a parameter's states: master param, exp_avg and exp_avg_sq in FP32."""
 FUSED_PASS = 30
 """Bytes of host memory that a machine's CPU rates stand for: states read and written, FP32 grad, 16-bit param."""
 CAST_BYTES = 6
@@ -79,8 +78,8 @@ class Workload:
     param_bytes: int = 2
     casts: bool = False
     early_grads: bool = False
-    host_slots: int = 2
-    device_slots: int = 3
+    host_slots: int = HOST_SLOTS
+    device_slots: int = DEVICE_SLOTS
 
     def __post_init__(self) -> None:
         for name in ("parameters", "ranks", "grad_bytes", "param_bytes", "host_slots", "device_slots"):
@@ -164,15 +163,15 @@ def memory_fit(
 def memory_needed(work: Workload, resident: Fraction, streamed: bool, host_share: Fraction) -> Memory:
     """What `memory_fit` compares with what is free; its arguments are told there."""
     largest = max(work.subgroups)
-    on_gpu = work.device_slots * STATE_BYTES * largest if streamed and resident < 1 else 0
+    on_gpu = work.device_slots * BYTES_PER_PARAMETER * largest if streamed and resident < 1 else 0
     if work.casts and host_share and not work.early_grads:
         on_gpu += work.host_slots * 4 * largest
     early = work.grad_bytes * round(work.parameters * host_share) if work.early_grads else 0
     kept = round(work.parameters * resident)
     return Memory(
         gpu_slots=on_gpu,
-        gpu_resident=STATE_BYTES * kept,
-        host_states=work.ranks * STATE_BYTES * (work.parameters - kept),
+        gpu_resident=BYTES_PER_PARAMETER * kept,
+        host_states=work.ranks * BYTES_PER_PARAMETER * (work.parameters - kept),
         host_slots=work.ranks * (work.host_slots * 8 * largest + early),
     )
 
