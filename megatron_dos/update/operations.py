@@ -16,6 +16,7 @@ from megatron_dos.device.protocol import Handlers
 from megatron_dos.kernels import AdamScalars
 from megatron_dos.kernels import cpu as cpu_kernel
 from megatron_dos.kernels.device_kernel import DeviceKernel
+from megatron_dos.kernels.operands import Operands
 from megatron_dos.program.partition import STATES, Piece, Subgroup
 from megatron_dos.program.schedule import Op, OpKind, Placement, Program, Resource
 from megatron_dos.update.joining import Runs
@@ -171,7 +172,7 @@ class StepOperations:
         for at, piece in self._placed(op, runs):
             span = slice(piece.slab, piece.slab + piece.numel)
             pieces.append(
-                (
+                Operands(
                     states.master[span],
                     states.exp_avg[span],
                     states.exp_avg_sq[span],
