@@ -25,39 +25,39 @@ _users: weakref.WeakSet[Any] = weakref.WeakSet()
 _undo_is_wanted = False
 
 
-def wrap_once(owner: type, name: str, wrap: Wrap) -> None:
+def wrap_once(target: type, name: str, wrap: Wrap) -> None:
     """Put `wrap(original)` in the place of a method of a class. Does nothing the second time.
 
     Raises:
         AttributeError: the class has no such method: it is of another version than this package knows.
     """
-    original = _found(owner, name)
+    original = _found(target, name)
     if is_wrapped(original):
         return
-    replacement, is_own = _marked(wrap(original), original), name in vars(owner)
+    replacement, is_own = _marked(wrap(original), original), name in vars(target)
 
     def restore() -> None:
-        if vars(owner).get(name) is not replacement:  # somebody else has wrapped it since
+        if vars(target).get(name) is not replacement:  # somebody else has wrapped it since
             return
         if is_own:
-            setattr(owner, name, original)
+            setattr(target, name, original)
         else:
-            delattr(owner, name)
+            delattr(target, name)
 
-    setattr(owner, name, replacement)
+    setattr(target, name, replacement)
     _undos.append(restore)
 
 
-def wrap_method(owner: Any, name: str, wrap: Wrap) -> None:
+def wrap_method(target: Any, name: str, wrap: Wrap) -> None:
     """Put `wrap(original)` in the place of a method of one object, and of what this package had put there before.
 
     Raises:
         AttributeError: the object has no such method.
     """
-    original = _found(owner, name)
+    original = _found(target, name)
     if is_wrapped(original):
         original = original.__wrapped__
-    setattr(owner, name, _marked(wrap(original), original))
+    setattr(target, name, _marked(wrap(original), original))
 
 
 def is_wrapped(function: Any) -> bool:
@@ -87,11 +87,11 @@ def _undo_if_wanted() -> None:
         _undos.pop()()
 
 
-def _found(owner: Any, name: str) -> Any:
+def _found(target: Any, name: str) -> Any:
     try:
-        return getattr(owner, name)
+        return getattr(target, name)
     except AttributeError:
-        of = owner if isinstance(owner, type) else type(owner)
+        of = target if isinstance(target, type) else type(target)
         raise AttributeError(
             f"{of.__module__}.{of.__qualname__} has no {name}: it was changed, or is of a version that megatron-dos "
             "does not know (run: megatron-dos doctor)"

@@ -424,7 +424,7 @@ def pieces_contenders(memory: Memory, threads: int) -> list[Contender]:
     for start in range(0, memory.numel, size):
         span = slice(start, start + size)
         tensors = (memory.param[span], memory.exp_avg[span], memory.exp_avg_sq[span], memory.grad[span])
-        pieces.append(cpu.Piece(*tensors, scalars, out=memory.out[span]))
+        pieces.append(cpu.Operands(*tensors, scalars, out=memory.out[span]))
         parameter = torch.nn.Parameter(memory.param[span])
         parameter.grad = memory.grad[span]
         optimizers.append(torch.optim.AdamW([parameter], lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True))

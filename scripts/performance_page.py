@@ -22,17 +22,20 @@ from megatron_dos.planning import rivals
 from megatron_dos.planning.choice import choose
 from megatron_dos.planning.machine import Machine, preset, preset_names
 from megatron_dos.planning.model import clock_optimum
-from megatron_dos.planning.workload import FUSED_PASS, STATE_BYTES, Workload
+from megatron_dos.planning.systems import OURS, RIVALS, Design
+from megatron_dos.planning.workload import FUSED_PASS, Workload
+from megatron_dos.program.partition import BYTES_PER_PARAMETER
 from megatron_dos.program.schedule import Placement
 from megatron_dos.program.timeline import Timeline
 
 PAGE = reproduce.ROOT / "docs" / "performance.md"
 
 NODE = TESTBEDS["4xH100"]
+SYSTEMS = {OURS.name: OURS, **RIVALS}
 MODELS = {"7B": 5.949e9, "8.3B": 9.143e9, "10B": 9.919e9, "13B": 11.316e9, "20B": 15.327e9}
 PUBLISHED_SUBGROUP = reproduce.SUBGROUP
 # The published program has three slots of a subgroup on the GPU; ours may take as much for slots and resident states.
-PUBLISHED_SLOTS = 3 * STATE_BYTES * PUBLISHED_SUBGROUP
+PUBLISHED_SLOTS = 3 * BYTES_PER_PARAMETER * PUBLISHED_SUBGROUP
 
 
 def published_step(label: str, static: float, variant: str, what: str = "step") -> float:
@@ -58,7 +61,7 @@ def our_work(parameters: float, ranks: int = RANKS) -> Workload:
 @cache
 def step_of(system: str, machine: Machine, work: Workload, static: Fraction = Fraction(0)) -> Timeline:
     """The step of a rival by its name in `RIVALS`, or of "ours"."""
-    return (rivals.ours if system == "ours" else rivals.RIVALS[system])(machine, work, static)
+    return rivals.step_of(SYSTEMS[system], machine, work, static)
 
 
 def rate(work: Workload, timeline: Timeline) -> float:
@@ -69,7 +72,7 @@ def rate(work: Workload, timeline: Timeline) -> float:
 def iteration(system: str, label: str, static: Fraction = Fraction(0), blocking: bool = False) -> float:
     """Seconds of an iteration on the H100 node. `blocking` says how grads are sent."""
     work = our_work(MODELS[label]) if system == "ours" else theirs(MODELS[label])
-    interleaved = system.startswith("published")
+    interleaved = SYSTEMS[system].design is Design.PUBLISHED
     timeline = step_of(system, NODE.machine, work, static)
     flops = 2 * MODELS[label] * TOKENS
     return rivals.iteration(
@@ -89,7 +92,7 @@ def moved(timeline: Timeline, work: Workload) -> float:
         for numel, place in zip(work.subgroups, timeline.program.placements, strict=True)
         if place is Placement.STREAMED
     )
-    return STATE_BYTES * streamed / timeline.makespan / 1e9
+    return BYTES_PER_PARAMETER * streamed / timeline.makespan / 1e9
 
 
 def table(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
@@ -121,7 +124,7 @@ def systems() -> str:
             )
         )
 
-    for name in rivals.RIVALS:
+    for name in RIVALS:
         add(name, step_of(name, machine, work), work)
     add("ours", step_of("ours", machine, mine), mine)
     share = equal_memory(machine, mine)
@@ -248,7 +251,7 @@ def presets() -> str:
         machine = preset(name)
         work = Workload(parameters=2_000_000_000, ranks=machine.gpus, grad_bytes=2)
         chosen, best = choose(machine, work), clock_optimum(machine, work)
-        steps = {rival: step_of(rival, machine, work).makespan for rival in rivals.RIVALS}
+        steps = {rival: step_of(rival, machine, work).makespan for rival in RIVALS}
         rival = min(steps, key=steps.__getitem__)
         body.append(
             (

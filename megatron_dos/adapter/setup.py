@@ -26,7 +26,13 @@ from megatron_dos.options.options import AUTOMATIC_EARLY_SLOTS, DosOptions, Unsu
 from megatron_dos.options.refusals import can_send_grads_early
 from megatron_dos.planning.machine import Machine
 from megatron_dos.planning.workload import Workload
-from megatron_dos.program.partition import OwnedRange, Partition, automatic_subgroup_size, partition
+from megatron_dos.program.partition import (
+    BYTES_PER_PARAMETER,
+    OwnedRange,
+    Partition,
+    automatic_subgroup_size,
+    partition,
+)
 from megatron_dos.update.engine_options import EngineOptions
 from megatron_dos.update.memory import host_bytes, resident_parameters, staging_bytes
 from megatron_dos.words import gib, plural
@@ -234,7 +240,7 @@ def announce(setup: Setup, given: DosOptions) -> None:
     if torch.distributed.get_rank() == 0:
         on_gpu = f"one subgroup in {options.stride}" if options.stride else f"{float(1 - options.host_share):.0%}"
         resident = resident_parameters(subgroups, options)
-        on_device = f", GPU memory {gib(12 * resident, 3)} for {resident:,} of them" if resident else ""
+        on_device = f", GPU memory {gib(BYTES_PER_PARAMETER * resident, 3)} for {resident:,} of them" if resident else ""
         early = (
             f"; grads of {plural(options.early_slots, 'subgroup')} sent in the backward pass"
             if options.early_slots

@@ -25,7 +25,7 @@ from megatron_dos.node.topology import cpu_model, node_memory
 from megatron_dos.planning.machine import Machine, MachineError, load
 from megatron_dos.version import RELEASE
 
-__all__ = ["CacheError", "cache_file", "cached_machine", "fingerprint", "gpu_count", "locked", "preset_of_gpu", "store"]
+__all__ = ["CacheError", "cache_file", "cached_machine", "fingerprint", "gpu_count", "locked", "store"]
 
 _logger = logging.getLogger(__name__)
 
@@ -94,12 +94,6 @@ def locked(expected: str) -> Iterator[Machine | None]:
             fcntl.flock(lock, fcntl.LOCK_EX)
         fresh = path.exists() and path.stat().st_mtime >= began
         yield cached_machine() if fresh else None
-
-
-def preset_of_gpu(machine: Machine) -> str:
-    """The preset that the GPU's values of a calibrated machine are from; empty where they were measured."""
-    found = re.match(r"preset ([^:]+): ", machine.sources["gpu_update"])
-    return found[1] if found else ""
 
 
 def cache_file(of: str) -> Path:

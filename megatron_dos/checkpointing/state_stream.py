@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["Share", "first_problem", "gather", "scatter"]
+__all__ = ["DividedTensor", "first_problem", "gather", "scatter"]
 
 CHUNK = 1 << 21
 """Elements that travel at once, 8 MiB: so much more takes the first rank twice, and another rank once."""
 
 
 @dataclass(frozen=True)
-class Share:
+class DividedTensor:
     """A flat FP32 tensor that is divided over the ranks of a group, and what this rank owns of it.
 
     Attributes:
@@ -39,7 +39,7 @@ class Share:
         return sum(unpadded for _, unpadded in self.buckets)
 
     def chunks(self, ranks: int) -> Iterator[tuple[int, int, int]]:
-        """The whole tensor cut into pieces of one owner and at most CHUNK elements: owner, start, stop."""
+        """The whole tensor cut into pieces of one rank and at most CHUNK elements: rank, start, stop."""
         base = 0
         for padded, unpadded in self.buckets:
             part = padded // ranks
@@ -68,13 +68,13 @@ class Share:
                 yield view[low - first : high - first], chunk[low - start : high - start]
 
 
-def gather(shares: Sequence[Share], group: Any) -> Iterator[torch.Tensor]:
+def gather(tensors: Sequence[DividedTensor], group: Any) -> Iterator[torch.Tensor]:
     """Bring the tensors to the first rank: there their elements come out, one tensor after the other.
 
     All ranks have to run to the end, as others yield nothing. A chunk is valid until the next is asked for.
 
     Args:
-        shares: of the same tensors on all ranks.
+        tensors: the same ones on all ranks.
         group: a process group for host memory.
 
     Raises:
@@ -83,18 +83,18 @@ def gather(shares: Sequence[Share], group: Any) -> Iterator[torch.Tensor]:
     me, first, problem = group.rank(), torch.distributed.get_global_rank(group, 0), ""
     buffers = [torch.empty(CHUNK, dtype=torch.float32, device="cpu") for _ in range(2 if me == 0 else 1)]
     waiting: tuple[Any, torch.Tensor] | None = None  # being received while the one before is used
-    turns = ((share, turn) for share in shares for turn in share.chunks(group.size()))
-    for count, (share, (owner, start, stop)) in enumerate(turns):
+    turns = ((tensor, turn) for tensor in tensors for turn in tensor.chunks(group.size()))
+    for count, (tensor, (rank, start, stop)) in enumerate(turns):
         chunk, work = buffers[count % len(buffers)][: stop - start], None
-        if owner == me:
+        if rank == me:
             try:
-                share.copy_to(chunk, start)
+                tensor.copy_to(chunk, start)
             except Exception as error:  # see [Note: nobody waits for ever]
                 problem = f"rank {torch.distributed.get_rank()}: {error}"
             if me != 0:
                 torch.distributed.send(chunk, first, group)
         elif me == 0:
-            work = torch.distributed.irecv(chunk, torch.distributed.get_global_rank(group, owner), group)
+            work = torch.distributed.irecv(chunk, torch.distributed.get_global_rank(group, rank), group)
         if me == 0:
             if waiting is not None:
                 yield _arrived(*waiting)
@@ -112,7 +112,7 @@ def _arrived(work: Any, chunk: torch.Tensor) -> torch.Tensor:
 
 
 def scatter(
-    shares: Sequence[Share],
+    tensors: Sequence[DividedTensor],
     sources: Sequence[torch.Tensor] | None,
     group: Any,
     used: Callable[[torch.Tensor], None] = lambda part: None,
@@ -120,7 +120,7 @@ def scatter(
     """Bring the elements of `sources`, which the first rank has, into what each rank owns of them.
 
     Args:
-        sources: a flat tensor in host memory for each share; only on the first rank.
+        sources: a flat tensor in host memory for each tensor; only on the first rank.
         group: a process group for host memory.
         used: told of each part of the sources that is no longer needed.
 
@@ -129,21 +129,21 @@ def scatter(
     """
     me, first, problem = group.rank(), torch.distributed.get_global_rank(group, 0), ""
     buffer = torch.empty(CHUNK if me != 0 else 0, dtype=torch.float32, device="cpu")
-    for number, share in enumerate(shares):
-        for owner, start, stop in share.chunks(group.size()):
+    for number, tensor in enumerate(tensors):
+        for rank, start, stop in tensor.chunks(group.size()):
             if me == 0:
                 part = sources[number][start:stop]
                 chunk = part.float()
-            elif owner == me:
+            elif rank == me:
                 chunk = buffer[: stop - start]
                 torch.distributed.recv(chunk, first, group)
-            if owner == me:
+            if rank == me:
                 try:
-                    share.copy_from(chunk, start)
+                    tensor.copy_from(chunk, start)
                 except Exception as error:  # see [Note: nobody waits for ever]
                     problem = f"rank {torch.distributed.get_rank()}: {error}"
             elif me == 0:
-                torch.distributed.send(chunk, torch.distributed.get_global_rank(group, owner), group)
+                torch.distributed.send(chunk, torch.distributed.get_global_rank(group, rank), group)
             if me == 0:
                 used(part)
     if problem := first_problem(problem, group):

@@ -26,7 +26,7 @@ from megatron_dos.checkpointing.reshardable import (
     slices_of,
     tensors_of,
 )
-from megatron_dos.checkpointing.state_stream import Share, first_problem
+from megatron_dos.checkpointing.state_stream import DividedTensor, first_problem
 from megatron_dos.checkpointing.whole_states import WholeStates
 
 __all__ = ["EngineStates", "StatesOnFile", "param_names", "zero_padding"]
@@ -235,27 +235,27 @@ class StatesOnFile:
         """Raise CheckpointError if `what` must not be done with the states as they are."""
         self._whole.require(what)
 
-    def parameter_shares(self) -> dict[int, dict[Any, dict[str, Share]]]:
+    def divided_states(self) -> dict[int, dict[Any, dict[str, DividedTensor]]]:
         """The states by buffer, its dtypes and Megatron's name, as the flat tensors that Megatron gathers them into."""
-        shares: dict[int, dict[Any, dict[str, Share]]] = {}
+        states: dict[int, dict[Any, dict[str, DividedTensor]]] = {}
         for index, of_buffer in enumerate(self._optimizer.gbuf_ranges):
             of_its_buckets = self._optimizer.buffers[index].buckets
             buckets = [(bucket.grad_data.numel(), bucket.numel_unpadded) for bucket in of_its_buckets]
-            shares[index] = {}
+            states[index] = {}
             for dtypes, ranges in of_buffer.items():
-                of_state = {key: Share(buckets, []) for key in self._keys}
-                shares[index][dtypes] = of_state
+                of_state = {key: DividedTensor(buckets, []) for key in self._keys}
+                states[index][dtypes] = of_state
                 base = 0
                 for (_, unpadded), range_map in zip(buckets, ranges, strict=True):
                     for param, where in range_map["param_map"].items():
                         parts = self._engine.owner_parts(self._owner_of[param])
-                        for key, share in of_state.items():
+                        for key, tensor in of_state.items():
                             start = base + where["gbuf_world_in_bucket"].start
                             for part in parts["master" if key == "param" else key]:
-                                share.views.append((start, part))
+                                tensor.views.append((start, part))
                                 start += len(part)
                     base += unpadded
-        return shares
+        return states
 
     def parameters_loaded(self, problem: str = "") -> None:
         """All states have been loaded from Megatron's gathered ones; or, with a problem, some."""

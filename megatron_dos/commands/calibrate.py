@@ -26,7 +26,7 @@ from megatron_dos.commands import CommandError
 from megatron_dos.commands.text import table
 from megatron_dos.files import new_file
 from megatron_dos.node import topology
-from megatron_dos.planning.machine import Machine, MachineError, preset
+from megatron_dos.planning.machine import Machine, MachineError, Source, preset
 from megatron_dos.words import gib, plural
 
 __all__ = ["Ranks", "add", "measure", "run", "sizes_for"]
@@ -284,10 +284,10 @@ def _machine(
 
     when = f"measured {datetime.date.today().isoformat()}, {ranks} rank{'s' if ranks > 1 else ''} at once"
     values: dict[str, float] = {}
-    sources: dict[str, str] = {}
+    sources: dict[str, Source] = {}
 
-    def take(name: str, value: float, source: str) -> None:
-        values[name], sources[name] = value, source
+    def take(name: str, value: float, words: str, preset: str = "") -> None:
+        values[name], sources[name] = value, Source(words, preset)
 
     def total(phase: str, name: str = "rate") -> float:
         return sum(rank[name] for rank in results[phase])
@@ -318,7 +318,7 @@ def _machine(
         take("matmul", total("matmul") / ranks * _MATMUL_PART, reached)
     for name, source in fallback.sources.items():
         if name not in values:
-            take(name, getattr(fallback, name), f"preset {fallback.name}: {source}")
+            take(name, getattr(fallback, name), str(source), fallback.name)
     return Machine(name=socket.gethostname(), sources=sources, fingerprint=fingerprint, **values)
 
 
@@ -339,11 +339,11 @@ def _page(machine: Machine) -> str:
     rows = []
     for name, source in machine.sources.items():
         size, unit = _UNITS.get(name, (1, ""))
-        first, *others = textwrap.wrap(source, _SOURCE_WIDTH)
+        first, *others = textwrap.wrap(str(source), _SOURCE_WIDTH)
         rows.append([name, f"{getattr(machine, name) / size:,.4g}", unit, first])
         rows += [["", "", "", line] for line in others]
     kept = calibration.cache_file(machine.fingerprint)
     head = f"{machine.name}: {machine.fingerprint}\nkept in {kept}\n"
-    if preset_name := calibration.preset_of_gpu(machine):
+    if preset_name := machine.preset_of_gpu:
         head += f"host measured, GPU values of preset {preset_name}: plan and simulate take it by --machine FILE only\n"
     return f"{head}\n{table(['value', 'figure', 'unit', 'from'], rows, left=(0, 2, 3))}"

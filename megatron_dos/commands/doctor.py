@@ -13,6 +13,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,19 @@ Each finding that is not ok names the way out after an arrow, and the last line 
 
 Exit status: 0 when training can run here, 1 when something is missing."""
 
-OK, NOTE, MISSING = "ok", "note", "MISSING"
+
+
+class State(StrEnum):
+    """How a finding stands."""
+
+    OK = "ok"
+    NOTE = "note"
+    """Training runs, but something could be better."""
+    MISSING = "MISSING"
+    """Training cannot run."""
+
+
+OK, NOTE, MISSING = State
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _SHARED_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")  # page-locked states are mapped shared
 
@@ -45,13 +58,13 @@ class Finding:
 
     Attributes:
         subject: what was looked at.
-        state: OK; NOTE, training runs but something could be better; MISSING, training cannot run.
+        state: how it stands.
         text: what there is.
         way_out: what to do about it; '' where the state is OK.
     """
 
     subject: str
-    state: str
+    state: State
     text: str
     way_out: str = ""
 
@@ -135,7 +148,7 @@ def _kernel() -> Finding:
     try:
         from megatron_dos.kernels import cpu
 
-        return Finding("CPU kernel", OK, cpu.describe().removeprefix("CPU AdamW: "))
+        return Finding("CPU kernel", OK, cpu.summary())
     except ImportError as error:
         way_out = "install megatron-dos again with this Python; building its C++ module takes a compiler and Python.h"
         return Finding("CPU kernel", MISSING, f"cannot be loaded: {error}", way_out)
@@ -267,8 +280,7 @@ def _checkout(path: str) -> Finding:
     try:
         status = patching.examine(path)
     except patching.PatchError as error:
-        problem, _, way_out = str(error).partition(". ")
-        return Finding("checkout", MISSING, problem, way_out or "name the folder that holds megatron/")
+        return Finding("checkout", MISSING, error.problem, error.way_out or "name the folder that holds megatron/")
     where = f"{status.root} (Megatron core {status.version})"
     done, all_of_them = len(status.patched), len(status.patch.files)
     patch = f"megatron-dos patch {shlex.quote(str(status.root))}"

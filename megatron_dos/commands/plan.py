@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from megatron_dos.calibration import cache as calibration
 from megatron_dos.commands import CommandError
 from megatron_dos.commands.megatron_flags import add_layout_flags, launch_flags, layout_overrides, read_job
 from megatron_dos.commands.models import KNOWN_MODELS
 from megatron_dos.commands.scenario import Scenario, add_machine_flag, iteration_spans, scenario_of
 from megatron_dos.commands.text import short, table, wrapped
+from megatron_dos.planning.systems import OURS, RIVALS
 from megatron_dos.words import gib, plural
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True)
-class _System:
+class _Row:
     """A way to update, and what it takes: seconds, bytes at most on a GPU and on the node, and whether that fits."""
 
     name: str
@@ -109,7 +109,7 @@ def _plan(scenario: Scenario) -> dict[str, Any]:
             **scenario.asked,
         )
     except MemoryFitError as error:
-        way_out = str(error).replace("--dos-", "--")  # the flags of this command
+        way_out = error.shortage.text(flags_begin="--")  # with the flags of this command
         raise CommandError(f"{scenario.name} on {plural(scenario.job.layout.gpus, 'GPU')}: {way_out}") from error
     memory = choice.memory
     kept = scenario.params + scenario.grads
@@ -120,21 +120,21 @@ def _plan(scenario: Scenario) -> dict[str, Any]:
     with_dos = on_gpu_at_most(memory)
     without = kept + scenario.states + scenario.activations
     systems = []
-    for name, timeline in (
-        ("ours", _our_step(scenario, choice, free)),
-        *((name, rival(machine, work, share)) for name, rival in rivals.RIVALS.items()),
+    for system, timeline in (
+        (OURS, _our_step(scenario, choice, free)),
+        *((rival, rivals.step_of(rival, machine, work, share)) for rival in RIVALS.values()),
     ):
-        seconds = max(span.end_s for span in iteration_spans(scenario, name, timeline))
+        seconds = max(span.end_s for span in iteration_spans(scenario, system.design, timeline))
         rate = work.parameters / timeline.makespan
-        needed = rivals.memory_of(name, work, timeline)
+        needed = rivals.memory_of(system, work, timeline)
         gpu, host = on_gpu_at_most(needed), needed.host
         fits = gpu <= machine.gpu_memory and host <= machine.host_memory
-        systems.append(_System(name, timeline.makespan, seconds, rate, float(share), gpu, host, fits))
+        systems.append(_Row(system.name, timeline.makespan, seconds, rate, float(share), gpu, host, fits))
     on_gpu = work.parameters / machine.gpu_update
     passes = scenario.passes.forward + scenario.passes.backward
     rate, fits = machine.gpu_update, without <= machine.gpu_memory
     advised = 0.0 if fits else _resident_advice(scenario, choice)
-    systems.append(_System("states on the GPU: stock Megatron", on_gpu, passes + on_gpu, rate, 1.0, without, 0, fits))
+    systems.append(_Row("states on the GPU: stock Megatron", on_gpu, passes + on_gpu, rate, 1.0, without, 0, fits))
     notes = list(scenario.notes)
     if fits:
         notes.append("the states fit on the GPUs: without deep optimizer states Megatron is faster here")
@@ -152,7 +152,7 @@ def _plan(scenario: Scenario) -> dict[str, Any]:
         "machine": {
             "name": machine.name,
             "fingerprint": machine.fingerprint,
-            "gpu_values_of_preset": calibration.preset_of_gpu(machine),
+            "gpu_values_of_preset": machine.preset_of_gpu,
         },
         "rank": {
             "parameters": scenario.stage.parameters,
@@ -187,7 +187,7 @@ def _plan(scenario: Scenario) -> dict[str, Any]:
             "step_seconds": choice.step_seconds,
             "busy_seconds": dict(choice.lanes),
             "limited_by": choice.limiting,
-            "step_seconds_with": dict(choice.helps),
+            "step_seconds_with": {more.value: seconds for more, seconds in choice.helps.items()},
             "reason": choice.reason,
         },
         "advised_resident_share": advised,
@@ -238,7 +238,7 @@ def _resident_advice(scenario: Scenario, choice: Choice) -> float:
     share = math.floor(100 * choice.most_resident) / 100
     if scenario.resident_share or not share:
         return 0.0
-    seconds = min(value for name, value in choice.helps.items() if name.endswith("resident states"))
+    seconds = min(seconds for more, seconds in choice.helps.items() if more.is_resident)
     return share if seconds < _WORTH_IT * choice.step_seconds else 0.0
 
 

@@ -21,6 +21,8 @@ from megatron_dos.commands.text import short
 from megatron_dos.observing.trace import Span, spans_of
 from megatron_dos.options.options import AUTOMATIC_EARLY_SLOTS, DosOptions
 from megatron_dos.planning.machine import Machine, MachineError, load, preset, preset_names
+from megatron_dos.planning.systems import Design, GradTransfer
+from megatron_dos.program.partition import BYTES_PER_PARAMETER
 from megatron_dos.words import plural
 
 if TYPE_CHECKING:
@@ -36,7 +38,6 @@ __all__ = [
     "machine_of",
     "scenario_of",
     "scenario_of_count",
-    "sends_early",
 ]
 
 _DEFAULT_MACHINE = "h100-pcie5"
@@ -84,8 +85,8 @@ class Scenario:
     @property
     def machine_name(self) -> str:
         """The machine's name, and how much of it was measured where the GPU was not."""
-        preset_name = calibration.preset_of_gpu(self.machine)
-        about = f" (host measured, GPU values of preset {preset_name})" if preset_name else ""
+        of_gpu = self.machine.preset_of_gpu
+        about = f" (host measured, GPU values of preset {of_gpu})" if of_gpu else ""
         return self.machine.name + about
 
     @property
@@ -103,9 +104,7 @@ class Scenario:
     @property
     def states(self) -> int:
         """Bytes of the states that a rank owns."""
-        from megatron_dos.planning.workload import STATE_BYTES
-
-        return STATE_BYTES * self.stage.owned
+        return BYTES_PER_PARAMETER * self.stage.owned
 
 
 def add_machine_flag(parser: argparse.ArgumentParser) -> None:
@@ -169,7 +168,7 @@ def machine_of(name: str | None) -> tuple[Machine, str]:
         measured = calibration.cached_machine()
         if measured is None:
             about = "and this one has not been measured"
-        elif of_gpu := calibration.preset_of_gpu(measured):
+        elif of_gpu := measured.preset_of_gpu:
             kept = calibration.cache_file(measured.fingerprint)
             about = f"and of this one the host alone was measured (--machine {kept} takes its GPU from preset {of_gpu})"
         else:
@@ -372,32 +371,19 @@ def _activations(job: Job, found: list[Stage]) -> int:
 # --- An iteration
 
 
-def sends_early(name: str, work: Workload) -> str:
-    """How a system's grads come to the CPU: "step", in the step; "shown" or "hidden", in the backward pass.
-
-    The published logs show the copies of DeepSpeed's code on top of the backward pass (rivals.py).
-    """
-    if name.startswith(("full offload", "published")):
-        return "shown"
-    if work.early_grads and name.startswith(("ours", "SuperOffload")):
-        return "hidden"
-    return "step"
-
-
-def iteration_spans(scenario: Scenario, system: str, timeline: Timeline) -> list[Span]:
+def iteration_spans(scenario: Scenario, design: Design, timeline: Timeline) -> list[Span]:
     """Forward pass, backward pass with the grads that are sent during it, and the step, one after the other."""
     from megatron_dos.observing.figures import SubgroupTraffic, bytes_moved
     from megatron_dos.program.schedule import OpKind, Placement
 
     work, passes, machine = scenario.work, scenario.passes, scenario.machine
-    grads = sends_early(system, work)
-    in_fp32 = system.startswith(("SuperOffload", "HybridDeviceOptimizer"))
-    grad_bytes, param_bytes = (4, 4) if in_fp32 else (work.grad_bytes, work.param_bytes)
+    grads = design.grad_transfer(work.early_grads)
+    grad_bytes, param_bytes = (4, 4) if design.travels_in_fp32 else (work.grad_bytes, work.param_bytes)
     spans = [Span("gpu", "forward", 0.0, passes.forward)]
     sent = [
         (index, numel)
         for index, (numel, place) in enumerate(zip(work.subgroups, timeline.program.placements, strict=True))
-        if place is Placement.HOST and grads != "step"
+        if place is Placement.HOST and grads is not GradTransfer.IN_STEP
     ]
     computed, copied = passes.forward, 0.0
     # Grads are final in the backward pass of the last micro-batch.
@@ -414,7 +400,7 @@ def iteration_spans(scenario: Scenario, system: str, timeline: Timeline) -> list
         args = {"subgroup": index, "bytes": grad_bytes * numel}
         spans.append(Span("d2h", OpKind.GRAD_TO_HOST.value, start, copy_s, args))
         copied = start + copy_s
-        if grads == "shown":
+        if grads is GradTransfer.SHOWN:
             computed = copied
     if not sent:
         spans.append(Span("gpu", "backward", computed, passes.backward))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -27,6 +26,7 @@ from megatron_dos.commands.scenario import (
 from megatron_dos.commands.text import count, short, table, wrapped
 from megatron_dos.files import new_files
 from megatron_dos.observing import trace
+from megatron_dos.planning.systems import OURS, RIVALS, System
 from megatron_dos.words import plural
 
 if TYPE_CHECKING:
@@ -46,29 +46,14 @@ The communication of parallel groups is not simulated, nor is memory checked: `m
 
 {programs}"""
 
-_OURS = "ours"
-RIVALS = (
-    "full offload",
-    "full offload, page-locked params",
-    "published, k=2",
-    "published, k=3",
-    "published, k=1",
-    "GPU streaming",
-    "SuperOffload, no speculation",
-    "HybridDeviceOptimizer",
-)
-"""Those of `rivals.RIVALS`, which is not imported before it is needed."""
+_SYSTEMS = (OURS, *RIVALS.values())
 _DEFAULT = ("ours", "published-k2", "full-offload", "gpu-streaming")
 _FILES = ("iteration.png", "iteration.trace.json")
 _LANES = ("cpu", "h2d", "d2h", "gpu")
 
 
-def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower().replace("=", "")).strip("-")
-
-
 def add(commands: Any) -> None:
-    programs = ["ours", *map(_slug, RIVALS)]
+    programs = [system.word for system in _SYSTEMS]
     parser = commands.add_parser(
         "simulate",
         help="a timeline of a whole iteration, for this and other systems",
@@ -106,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
         raise CommandError(f"--share {options.share}: give 0 to 1")
     if options.stride is not None and options.stride < 1:
         raise CommandError(f"--stride {options.stride}: give at least 1")
-    if (options.share is not None or options.stride is not None) and not {"ours", "all"} & set(options.programs):
+    if (options.share is not None or options.stride is not None) and not {OURS.word, "all"} & set(options.programs):
         raise CommandError("--share and --stride are of ours, which --programs leaves out: add it, or drop them")
     if options.out is not None:
         _check_out(options)
@@ -114,10 +99,10 @@ def run(options: argparse.Namespace) -> int:
         raise CommandError("--overwrite has no effect without --out: add it, or drop the former")
     scenario = _scenario(options)
     tracks, rows = {}, []
-    for name, timeline in _timelines(scenario, options):
-        spans = iteration_spans(scenario, name, timeline)
-        tracks[name] = spans
-        rows.append(_row(scenario, name, timeline, spans))
+    for system, timeline in _timelines(scenario, options):
+        spans = iteration_spans(scenario, system.design, timeline)
+        tracks[system.name] = spans
+        rows.append(_row(scenario, system.name, timeline, spans))
     written = _write(options, scenario, tracks) if options.out is not None else []
     if options.json:
         about = {"model": scenario.name, "machine": scenario.machine.name, "notes": list(scenario.notes)}
@@ -144,18 +129,17 @@ def _scenario(options: argparse.Namespace) -> Scenario:
     return scenario_of_count(parameters, gpus, options)
 
 
-def _timelines(scenario: Scenario, options: argparse.Namespace) -> Iterator[tuple[str, Timeline]]:
+def _timelines(scenario: Scenario, options: argparse.Namespace) -> Iterator[tuple[System, Timeline]]:
     from megatron_dos.planning import rivals
 
     resident = Fraction(scenario.resident_share)
-    chosen = [name for name in (_OURS, *RIVALS) if "all" in options.programs or _slug(name) in options.programs]
-    for name in chosen:
-        if name != _OURS:
-            yield name, rivals.RIVALS[name](scenario.machine, scenario.work, resident)
-        elif not _asked(scenario, options):
-            yield name, rivals.ours(scenario.machine, scenario.work, resident)
-        else:
+    for system in _SYSTEMS:
+        if "all" not in options.programs and system.word not in options.programs:
+            continue
+        if system is OURS and _asked(scenario, options):
             yield _ours_as_asked(scenario, options, resident)
+        else:
+            yield system, rivals.step_of(system, scenario.machine, scenario.work, resident)
 
 
 def _asked(scenario: Scenario, options: argparse.Namespace) -> dict[str, float]:
@@ -165,7 +149,7 @@ def _asked(scenario: Scenario, options: argparse.Namespace) -> dict[str, float]:
     return {"gpu_share": options.share} if options.share is not None else scenario.asked
 
 
-def _ours_as_asked(scenario: Scenario, options: argparse.Namespace, resident: Fraction) -> tuple[str, Timeline]:
+def _ours_as_asked(scenario: Scenario, options: argparse.Namespace, resident: Fraction) -> tuple[System, Timeline]:
     from megatron_dos.planning.choice import choose
     from megatron_dos.planning.model import on_the_clock, program_for
 
@@ -176,7 +160,7 @@ def _ours_as_asked(scenario: Scenario, options: argparse.Namespace, resident: Fr
     work = replace(scenario.work, threads=choice.threads)
     program = program_for(work, choice.host_share, resident)
     asked = f"k={gpu['stride']}" if "stride" in gpu else f"GPU share {gpu['gpu_share']:g}"
-    return f"ours, {asked}", on_the_clock(scenario.machine, work, program)
+    return replace(OURS, name=f"{OURS.name}, {asked}"), on_the_clock(scenario.machine, work, program)
 
 
 def _row(scenario: Scenario, name: str, timeline: Timeline, spans: Sequence[trace.Span]) -> dict[str, Any]:

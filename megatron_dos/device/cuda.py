@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from megatron_dos.device.protocol import Handlers
 from megatron_dos.program.schedule import Op, OpKind, Program, Resource, Stream
 
 __all__ = ["CudaDevice"]
@@ -70,7 +71,7 @@ class CudaDevice:
     def run(
         self,
         program: Program,
-        handlers: Mapping[OpKind, Callable[[Op], Any]],
+        handlers: Handlers,
         memory: Callable[[Resource], list[torch.Tensor]],
     ) -> None:
         """Enqueue `program` and wait for its CPU operations; its device operations may still be running.
@@ -116,7 +117,7 @@ class _Run:
     def __init__(
         self,
         program: Program,
-        handlers: Mapping[OpKind, Callable[[Op], Any]],
+        handlers: Handlers,
         streams: Mapping[Stream, torch.cuda.Stream],
         take_event: Callable[[], torch.cuda.Event],
         begun: dict[int, torch.cuda.Event],

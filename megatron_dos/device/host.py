@@ -8,11 +8,12 @@ its worker threads together: a thread that is done with its part of one goes on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from megatron_dos.device.protocol import Handlers
 from megatron_dos.program.schedule import Op, OpKind, Program, Resource, Stream
 
 __all__ = ["HostDevice"]
@@ -42,7 +43,7 @@ class HostDevice:
     def run(
         self,
         program: Program,
-        handlers: Mapping[OpKind, Callable[[Op], Any]],
+        handlers: Handlers,
         memory: Callable[[Resource], list[torch.Tensor]],
     ) -> None:
         """Run `program`, see `Device`.

@@ -12,6 +12,9 @@ from megatron_dos.program.schedule import Op, OpKind, Program, Resource
 
 __all__ = ["Device", "Handlers"]
 
+Handlers = Mapping[OpKind, Callable[[Op], Any]]
+"""What a device calls for each kind of operation."""
+
 
 class Device(Protocol):
     """Runs programs: decides when each operation runs, within the order that the program asks for.
@@ -25,7 +28,7 @@ class Device(Protocol):
     def run(
         self,
         program: Program,
-        handlers: Mapping[OpKind, Callable[[Op], Any]],
+        handlers: Handlers,
         memory: Callable[[Resource], list[torch.Tensor]],
     ) -> None:
         """Run `program`, or enqueue it so that what the caller enqueues next comes after it.
@@ -49,7 +52,3 @@ class Device(Protocol):
 
     def synchronize(self) -> None:
         """Block until the host may read what all programs have written."""
-
-
-Handlers = Mapping[OpKind, Callable[[Op], Any]]
-"""What a device calls for each kind of operation."""

@@ -13,12 +13,13 @@ any moment between the two. So of two operations that overlap, either can come f
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 
+from megatron_dos.device.protocol import Handlers
 from megatron_dos.program.schedule import STAGING, Op, OpKind, Program, Resource
 
 __all__ = ["RaceError", "SimDevice", "describe"]
@@ -72,7 +73,7 @@ class SimDevice:
     def run(
         self,
         program: Program,
-        handlers: Mapping[OpKind, Callable[[Op], Any]],
+        handlers: Handlers,
         memory: Callable[[Resource], list[torch.Tensor]],
     ) -> None:
         """Run `program`, see `Device`; `memory` is filled with NaN while it holds nothing.
@@ -110,7 +111,7 @@ class _Run:
     def __init__(
         self,
         program: Program,
-        handlers: Mapping[OpKind, Callable[[Op], Any]],
+        handlers: Handlers,
         memory: Callable[[Resource], list[torch.Tensor]],
         device: SimDevice,
         begun: set[int],
@@ -232,7 +233,7 @@ class _Contents:
                 resource = (name, number)
                 if resource in writer:
                     conflicts.append(_Conflict(writer[resource], f"reads {name} {number} as written by {{}}"))
-                elif name.endswith(STAGING):
+                elif name in STAGING:
                     raise ValueError(f"{describe(op)} reads {name} {number}, which no operation before it writes")
             for name, number in sorted(op.writes):
                 resource = (name, number)
@@ -250,14 +251,14 @@ class _Contents:
                 self._next_writer[resource, writer.get(resource)] = op.index
                 writer[resource] = op.index
                 readers[resource] = []
-        self.slots = sorted(resource for resource in writer if resource[0].endswith(STAGING))
+        self.slots = sorted(resource for resource in writer if resource[0] in STAGING)
 
     def freed_by(self, op: Op, begun: set[int], ended: set[int]) -> list[Resource]:
         """Slots whose contents `op` was the last to read, or wrote for nobody, and which nothing has overwritten."""
         return [
             contents[0]
             for contents in self._reads[op.index] + self._writes[op.index]
-            if contents[0][0].endswith(STAGING)
+            if contents[0][0] in STAGING
             and all(reader in ended for reader in self._readers.get(contents, ()))
             and self._next_writer.get(contents) not in begun
         ]

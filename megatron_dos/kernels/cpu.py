@@ -11,15 +11,16 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
 from megatron_dos import _cpp_adam
-from megatron_dos.kernels import AdamScalars, DType
+from megatron_dos.kernels import DType
+from megatron_dos.kernels.operands import Operands
 from megatron_dos.node.threads import cpus_for, default_threads
 
-__all__ = ["Piece", "Ticket", "adamw", "adamw_pieces", "describe", "pool", "submit"]
+__all__ = ["Operands", "Ticket", "adamw", "adamw_pieces", "describe", "pool", "submit", "summary"]
 
 # `wait()` blocks until the job is done, `poll()` tells whether it is. A ticket keeps the job's tensors alive; dropping
 # it waits for the job.
@@ -32,19 +33,6 @@ _NO_OUTPUT = int(DType.NONE)
 
 _pools: dict[int, _cpp_adam.Pool] = {}
 _default_pool: _cpp_adam.Pool | None = None
-
-
-class Piece(NamedTuple):
-    """One flat array of a job; see `adamw` for the fields."""
-
-    param: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-    grad: torch.Tensor
-    scalars: AdamScalars
-    unscale: float = 1.0
-    grad_scale: float = 1.0
-    out: torch.Tensor | None = None
 
 
 def pool(threads: int | None = None) -> _cpp_adam.Pool:
@@ -61,55 +49,43 @@ def pool(threads: int | None = None) -> _cpp_adam.Pool:
 
 
 def describe(threads: int | None = None) -> str:
-    """One line on how updates run here, for the log: instruction set, threads and their CPUs."""
+    """One line on how updates run here, for the log: `summary`, and what it is of."""
+    return f"CPU AdamW: {summary(threads)}"
+
+
+def summary(threads: int | None = None) -> str:
+    """How updates run here: instruction set, threads and their CPUs."""
     of = pool(threads)
     where = f" on CPUs {_ranges(of.cpus)}" if of.cpus else ""
-    return f"CPU AdamW: {_cpp_adam.isa()}, {of.threads} thread{'s' if of.threads > 1 else ''}{where}"
+    return f"{_cpp_adam.isa()}, {of.threads} thread{'s' if of.threads > 1 else ''}{where}"
 
 
-def adamw(
-    param: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    grad: torch.Tensor,
-    scalars: AdamScalars,
-    unscale: float = 1.0,
-    grad_scale: float = 1.0,
-    out: torch.Tensor | None = None,
-    threads: int | None = None,
-) -> None:
-    """One AdamW step, in place, on 1-D contiguous host tensors of one length that do not overlap.
+def adamw(*operands: Any, threads: int | None = None, **by_name: Any) -> None:
+    """One AdamW step, in place, on host tensors.
 
     Args:
-        param: float32 master params.
-        exp_avg: float32 or bfloat16.
-        exp_avg_sq: float32 or bfloat16.
-        grad: float32, bfloat16 or float16; only read.
-        scalars: the step's scalars.
-        unscale: finite first factor on the grad, rounded to float32.
-        grad_scale: second factor, likewise.
-        out: receives the new params, rounded to its dtype: float32, bfloat16 or float16.
+        operands: see `Operands`; moments are float32 or bfloat16.
         threads: size of the pool; None or 0 means this rank's share of the allowed CPUs.
 
     Raises:
-        TypeError: wrong type or dtype; the argument is named, as below.
+        TypeError: wrong type or dtype; the operand is named, as below.
         ValueError: wrong device, shape, layout or alignment, overlap, or a value that is not finite.
     """
-    pool(threads).run([_addresses(param, exp_avg, exp_avg_sq, grad, scalars, unscale, grad_scale, out)])
+    pool(threads).run([_addresses(Operands(*operands, **by_name))])
 
 
-def adamw_pieces(pieces: Iterable[Piece], threads: int | None = None) -> None:
+def adamw_pieces(pieces: Iterable[Operands], threads: int | None = None) -> None:
     """The same for many pieces, shared by the workers as if they were one array. No two may overlap in memory."""
-    pool(threads).run([_addresses(*piece) for piece in pieces])
+    pool(threads).run([_addresses(piece) for piece in pieces])
 
 
-def submit(pieces: Iterable[Piece], threads: int | None = None) -> Ticket:
+def submit(pieces: Iterable[Operands], threads: int | None = None) -> Ticket:
     """Start the update of pieces in the background and return its ticket.
 
     Jobs of one pool run in order of submission where they touch the same memory, and side by side otherwise.
     """
     kept = list(pieces)
-    return pool(threads).submit([_addresses(*piece) for piece in kept], keep_alive=kept)
+    return pool(threads).submit([_addresses(piece) for piece in kept], keep_alive=kept)
 
 
 def _forget_pools() -> None:
@@ -129,17 +105,9 @@ def _close_pools() -> None:
         each.close()
 
 
-def _addresses(
-    param: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    grad: torch.Tensor,
-    scalars: AdamScalars,
-    unscale: float = 1.0,
-    grad_scale: float = 1.0,
-    out: torch.Tensor | None = None,
-) -> tuple:
+def _addresses(operands: Operands) -> tuple:
     """A piece as the C++ module takes it, after every check that addresses do not allow."""
+    param, exp_avg, exp_avg_sq, grad, scalars, unscale, grad_scale, out = operands
     numel = param.numel() if isinstance(param, torch.Tensor) else 0
     _code("param", param, numel, _PARAM_DTYPES)
     exp_avg_dtype = _code("exp_avg", exp_avg, numel, _MOMENT_DTYPES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -20,23 +20,12 @@ _logger = logging.getLogger(__name__)
 
 
 class DeviceKernel(Protocol):
-    """One AdamW step in place on 1-D contiguous tensors of one device, enqueued on the current stream.
+    """One AdamW step in place, enqueued on the current stream, called with `Operands` in their order or by name.
 
-    param, exp_avg and exp_avg_sq are float32; grad (only read) and out (the new params, rounded to nearest even; may be
-    None) float32, bfloat16 or float16. The FP32 grad is multiplied by unscale, then by grad_scale.
+    Moments are float32; params are rounded to nearest even where they are written to out.
     """
 
-    def __call__(
-        self,
-        param: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        grad: torch.Tensor,
-        scalars: AdamScalars,
-        unscale: float = 1.0,
-        grad_scale: float = 1.0,
-        out: torch.Tensor | None = None,
-    ) -> None: ...
+    def __call__(self, *operands: Any, **by_name: Any) -> None: ...
 
 
 def select(name: str, device: torch.device, threads: int = 0) -> DeviceKernel:

@@ -10,6 +10,8 @@ numpy's takes its place.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -36,20 +38,12 @@ _NAN_BITS = {
 
 @torch.no_grad()
 @ieee_environment()
-def adamw(
-    param: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    grad: torch.Tensor,
-    scalars: AdamScalars,
-    unscale: float = 1.0,
-    grad_scale: float = 1.0,
-    out: torch.Tensor | None = None,
-) -> None:
-    """Enqueue one AdamW step, in place, on the current stream; arguments and errors of `triton_adam.adamw`.
+def adamw(*given: Any, **by_name: Any) -> None:
+    """Enqueue one AdamW step, in place, on the current stream; operands and errors of `triton_adam.adamw`.
 
     Host tensors are taken, too.
     """
+    param, exp_avg, exp_avg_sq, grad, scalars, unscale, grad_scale, out = operands.Operands(*given, **by_name)
     operands.check(param, exp_avg, exp_avg_sq, grad, out, operands.FLOAT32_OR_BFLOAT16)
     factors = operands.factor("unscale", unscale), operands.factor("grad_scale", grad_scale)
     chunk = _CHUNK_ON_HOST if param.device.type == "cpu" else _CHUNK

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -69,7 +69,7 @@ _Fused = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, _Unco
 
 @functools.cache
 def load(name: str) -> Callable[..., None]:
-    """The device kernel that runs the named library's: the arguments of `adamw` without the first.
+    """The device kernel that runs the named library's: called with the operands alone.
 
     Args:
         name: te, apex or torch.
@@ -94,33 +94,18 @@ def load(name: str) -> Callable[..., None]:
 
 @torch.no_grad()
 @ieee_environment()
-def adamw(
-    fused: _Fused,
-    param: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    grad: torch.Tensor,
-    scalars: AdamScalars,
-    unscale: float = 1.0,
-    grad_scale: float = 1.0,
-    out: torch.Tensor | None = None,
-) -> None:
+def adamw(fused: _Fused, *given: Any, **by_name: Any) -> None:
     """Enqueue one step of a library's kernel, in place, on the current stream.
 
     Args:
         fused: the library's kernel on FP32 tensors.
-        param: float32, 1-D, contiguous, as all tensors here.
-        exp_avg: float32.
-        exp_avg_sq: float32.
-        grad: float32, bfloat16 or float16; only read. Copied in chunks where it is not FP32 or a factor is not 1.
-        scalars: the step's scalars.
-        unscale: finite factor on the FP32 grad, rounded to float32; it comes first.
-        grad_scale: the same, applied to the product.
-        out: receives the new params, rounded to its dtype: float32, bfloat16 or float16.
+        given: see `operands.Operands`; moments are float32. The grad is copied in chunks where it is not FP32 or a
+            factor is not 1.
 
     Raises:
-        TypeError, ValueError: an argument is not as above; it is named.
+        TypeError, ValueError: an operand is not as there; it is named.
     """
+    param, exp_avg, exp_avg_sq, grad, scalars, unscale, grad_scale, out = operands.Operands(*given, **by_name)
     operands.check(param, exp_avg, exp_avg_sq, grad, out, operands.FLOAT32_ONLY)
     factors = operands.factor("unscale", unscale), operands.factor("grad_scale", grad_scale)
     arguments = _Uncorrected.of(scalars)

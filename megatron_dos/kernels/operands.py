@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the device kernels accept: the checks they share, and the scaled grad for those that cannot scale it themselves.
+"""What the kernels take: their operands, the checks that the device kernels share, and the scaled grad for those that
+cannot scale it themselves.
 
 The checks read dtypes, devices and shapes only, so they work on fake tensors and never wait for a GPU.
 """
@@ -7,17 +8,45 @@ The checks read dtypes, devices and shapes only, so they work on fake tensors an
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from megatron_dos.kernels import AdamScalars
 from megatron_dos.kernels.fp_environment import ieee_environment
 
-__all__ = ["FLOAT32_ONLY", "FLOAT32_OR_BFLOAT16", "check", "factor", "scaled_grad"]
+__all__ = ["FLOAT32_ONLY", "FLOAT32_OR_BFLOAT16", "Operands", "check", "factor", "scaled_grad"]
 
 FLOAT32_ONLY = (torch.float32,)
 FLOAT32_OR_BFLOAT16 = (torch.float32, torch.bfloat16)
 _ANY = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Operands(NamedTuple):
+    """What every kernel works on: 1-D contiguous tensors of one length on one device, which do not overlap.
+
+    A kernel is called with them in this order or by name.
+
+    Attributes:
+        param: float32 master params.
+        exp_avg: float32, or bfloat16 where the kernel takes it.
+        exp_avg_sq: the same.
+        grad: float32, bfloat16 or float16; only read.
+        scalars: the step's scalars.
+        unscale: finite factor on the FP32 grad, rounded to float32; it comes first.
+        grad_scale: the same, applied to the product.
+        out: receives the new params, rounded to its dtype: float32, bfloat16 or float16.
+    """
+
+    param: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    grad: torch.Tensor
+    scalars: AdamScalars
+    unscale: float = 1.0
+    grad_scale: float = 1.0
+    out: torch.Tensor | None = None
 
 
 def check(

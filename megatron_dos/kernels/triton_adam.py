@@ -15,12 +15,14 @@ same source on numpy, and the kernel takes host tensors.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megatron_dos.kernels import AdamScalars, operands
+from megatron_dos.kernels import operands
 from megatron_dos.kernels.fp_environment import ieee_environment
 
 __all__ = ["BLOCK", "LAUNCH_OPTIONS", "adamw", "adamw_kernel"]
@@ -187,31 +189,16 @@ def adamw_kernel(
 
 
 @ieee_environment()
-def adamw(
-    param: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    grad: torch.Tensor,
-    scalars: AdamScalars,
-    unscale: float = 1.0,
-    grad_scale: float = 1.0,
-    out: torch.Tensor | None = None,
-) -> None:
-    """Enqueue one AdamW step, in place, on the current stream: 1-D contiguous CUDA tensors of one length.
+def adamw(*given: Any, **by_name: Any) -> None:
+    """Enqueue one AdamW step, in place, on the current stream, on CUDA tensors.
 
     Args:
-        param: float32 master params.
-        exp_avg: float32 or bfloat16.
-        exp_avg_sq: float32 or bfloat16.
-        grad: float32, bfloat16 or float16; only read.
-        scalars: the step's scalars.
-        unscale: finite factor on the FP32 grad, rounded to float32; it comes first.
-        grad_scale: the same, applied to the product.
-        out: receives the new params, rounded to its dtype: float32, bfloat16 or float16.
+        given: see `operands.Operands`; moments are float32 or bfloat16.
 
     Raises:
-        TypeError, ValueError: an argument is not as above; it is named.
+        TypeError, ValueError: an operand is not as there; it is named.
     """
+    param, exp_avg, exp_avg_sq, grad, scalars, unscale, grad_scale, out = operands.Operands(*given, **by_name)
     operands.check(param, exp_avg, exp_avg_sq, grad, out, operands.FLOAT32_OR_BFLOAT16)
     factors = operands.factor("unscale", unscale), operands.factor("grad_scale", grad_scale)
     if isinstance(param, FakeTensor) or param.numel() == 0:

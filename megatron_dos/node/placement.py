@@ -113,31 +113,31 @@ def divide_cpus(
     # Those that fewer others may use come first: what is left suits the others.
     in_order = sorted(order, key=lambda cpu: users[cpu])
     allowed = [[cpu for cpu in in_order if cpu in mask] for mask in map(frozenset, masks)]
-    owners: dict[int, int] = {}
+    rank_of: dict[int, int] = {}
     held = [0] * len(masks)
 
     def take(rank: int, asked: set[int]) -> bool:
         """Give the rank one more CPU, if need be one of a rank not asked before, which then takes another."""
         asked.add(rank)
         for cpu in allowed[rank]:
-            if cpu not in owners:
-                owners[cpu] = rank
+            if cpu not in rank_of:
+                rank_of[cpu] = rank
                 return True
         for cpu in allowed[rank]:
-            if owners[cpu] not in asked and take(owners[cpu], asked):
-                owners[cpu] = rank
+            if rank_of[cpu] not in asked and take(rank_of[cpu], asked):
+                rank_of[cpu] = rank
                 return True
         return False
 
     for rank, node in enumerate(wanted):
-        near = [cpu for cpu in allowed[rank] if node is not None and nodes.get(cpu) == node and cpu not in owners]
-        owners.update(dict.fromkeys(near[: sizes[rank]], rank))
+        near = [cpu for cpu in allowed[rank] if node is not None and nodes.get(cpu) == node and cpu not in rank_of]
+        rank_of.update(dict.fromkeys(near[: sizes[rank]], rank))
         held[rank] = len(near[: sizes[rank]])
     for rank, size in enumerate(sizes):
         # Sizes are rounded down from shares that exist side by side, so there is always one more to take.
         for _ in range(size - held[rank]):
             assert take(rank, set()), "shares are larger than the masks"
     shares: list[list[int]] = [[] for _ in masks]
-    for cpu in sorted(owners):
-        shares[owners[cpu]].append(cpu)
+    for cpu in sorted(rank_of):
+        shares[rank_of[cpu]].append(cpu)
     return shares

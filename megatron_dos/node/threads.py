@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dos.node import ranks as node
@@ -93,7 +94,8 @@ def nearness(threads: int) -> str:
     """How near the CPUs of a pool of `threads` workers are to this rank's GPU, in words; empty without a GPU, or with
     one NUMA node."""
     own = node.current().own
-    return _nearness(own, _runs_on(threads, own, _placement()), _nodes_of_cpus())
+    where = _nearness(own, _runs_on(threads, own, _placement()), _nodes_of_cpus())
+    return where.words if where else ""
 
 
 def complaints(chosen: int = 0) -> list[str]:
@@ -123,8 +125,8 @@ def _lacks(rank: RankFacts, placement: Placement, ranks: int, chosen: int) -> It
             "container"
         )
     where = _nearness(rank, _runs_on(chosen or placement.threads, rank, placement), _nodes_of_cpus())
-    if where and not where.startswith("on "):
-        yield f"updated by CPU threads {where}"
+    if where and not where.all_near:
+        yield f"updated by CPU threads {where.words}"
 
 
 def _runs_on(threads: int, rank: RankFacts, placement: Placement) -> tuple[int, ...]:
@@ -132,17 +134,28 @@ def _runs_on(threads: int, rank: RankFacts, placement: Placement) -> tuple[int, 
     return placement.cpus if 1 < threads <= len(placement.cpus) else rank.cpus
 
 
-def _nearness(rank: RankFacts, cpus: tuple[int, ...], nodes: dict[int, int]) -> str:
+@dataclass(frozen=True)
+class _Nearness:
+    """How near CPUs are to a GPU, in words, and whether all are known to be on its NUMA node."""
+
+    words: str
+    all_near: bool = False
+
+
+def _nearness(rank: RankFacts, cpus: tuple[int, ...], nodes: dict[int, int]) -> _Nearness | None:
+    """None without a GPU, or with one NUMA node."""
+    if len(set(nodes.values())) == 1:
+        return None
     if rank.gpu_unknown:
-        return "" if len(set(nodes.values())) == 1 else f"not known to be near the GPU: {rank.gpu_unknown}"
-    if rank.gpu_node is None or len(set(nodes.values())) == 1:
-        return ""
+        return _Nearness(f"not known to be near the GPU: {rank.gpu_unknown}")
+    if rank.gpu_node is None:
+        return None
     if not nodes:
-        return "not known to be near the GPU: the kernel lists no NUMA nodes"
+        return _Nearness("not known to be near the GPU: the kernel lists no NUMA nodes")
     near = sum(nodes.get(cpu) == rank.gpu_node for cpu in cpus)
     if near == len(cpus):
-        return f"on NUMA node {rank.gpu_node} of the GPU"
-    return f"of which {near} of {len(cpus)} CPUs are on NUMA node {rank.gpu_node} of the GPU"
+        return _Nearness(f"on NUMA node {rank.gpu_node} of the GPU", all_near=True)
+    return _Nearness(f"of which {near} of {len(cpus)} CPUs are on NUMA node {rank.gpu_node} of the GPU")
 
 
 def _placement() -> Placement:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_dos.planning.workload import STATE_BYTES
+from megatron_dos.program.partition import BYTES_PER_PARAMETER
 from megatron_dos.program.schedule import STAGING, Op, OpKind, Placement, Resource
 from megatron_dos.program.timeline import Timeline
 
@@ -47,7 +47,7 @@ def bytes_moved(traffic: Sequence[SubgroupTraffic]) -> Callable[[Op], int | None
 
     def of(op: Op) -> int | None:
         if op.kind in (OpKind.STATES_TO_DEVICE, OpKind.STATES_TO_HOST):
-            return STATE_BYTES * traffic[op.subgroup].numel
+            return BYTES_PER_PARAMETER * traffic[op.subgroup].numel
         if op.kind is OpKind.GRAD_TO_HOST:
             return traffic[op.subgroup].grad_bytes
         if op.kind is OpKind.PARAM_TO_DEVICE:
@@ -159,7 +159,7 @@ def slot_stalls(timeline: Timeline) -> dict[str, float]:
         ready = max((ends[index] for index in awaited), default=0.0)
         for resource in op.writes:
             name = resource[0]
-            if name.endswith(STAGING):
+            if name in STAGING:
                 users = reads_since.get(resource, []) + ([last_write[resource]] if resource in last_write else [])
                 free = max((ends[index] for index in users), default=0.0)
                 stall = min(free, timeline.starts[op.index]) - ready

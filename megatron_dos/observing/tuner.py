@@ -35,7 +35,8 @@ from megatron_dos.observing.figures import StepFigures, SubgroupTraffic
 from megatron_dos.planning.choice import choose
 from megatron_dos.planning.clock import HostMemory, Rate, Sharing, durations, simulate
 from megatron_dos.planning.machine import Machine
-from megatron_dos.planning.workload import STATE_BYTES, MemoryFitError, Workload
+from megatron_dos.planning.workload import MemoryFitError, Workload
+from megatron_dos.program.partition import BYTES_PER_PARAMETER
 from megatron_dos.program.schedule import OpKind, Placement, Program
 from megatron_dos.program.timeline import FULL_DUPLEX
 
@@ -97,9 +98,9 @@ def first_choice(machine: Machine | None, work: Workload, resident_share: Fracti
     if machine is None:
         return FirstChoice(START_SHARE, reason=" to begin with (nothing measured yet)")
     costs = {
-        OpKind.STATES_TO_DEVICE: STATE_BYTES / machine.h2d_together,
+        OpKind.STATES_TO_DEVICE: BYTES_PER_PARAMETER / machine.h2d_together,
         OpKind.PARAM_TO_DEVICE: work.param_bytes / machine.h2d_together,
-        OpKind.STATES_TO_HOST: STATE_BYTES / machine.d2h_together,
+        OpKind.STATES_TO_HOST: BYTES_PER_PARAMETER / machine.d2h_together,
         OpKind.GRAD_TO_HOST: work.grad_bytes / machine.d2h_together,
         OpKind.UPDATE_ON_HOST: 1 / machine.cpu_update(work.threads, work.ranks),
         OpKind.UPDATE_ON_DEVICE: 1 / machine.gpu_update,
@@ -360,8 +361,8 @@ def _link_bytes(traffic: Sequence[SubgroupTraffic]) -> dict[OpKind, float]:
     """What each kind of copy moves for a parameter."""
     numel = max(sum(each.numel for each in traffic), 1)
     return {
-        OpKind.STATES_TO_DEVICE: STATE_BYTES,
-        OpKind.STATES_TO_HOST: STATE_BYTES,
+        OpKind.STATES_TO_DEVICE: BYTES_PER_PARAMETER,
+        OpKind.STATES_TO_HOST: BYTES_PER_PARAMETER,
         OpKind.GRAD_TO_HOST: sum(each.grad_bytes for each in traffic) / numel,
         OpKind.PARAM_TO_DEVICE: sum(each.param_bytes for each in traffic) / numel,
     }
@@ -370,7 +371,7 @@ def _link_bytes(traffic: Sequence[SubgroupTraffic]) -> dict[OpKind, float]:
 def _memory_bytes(link_bytes: Mapping[OpKind, float]) -> dict[OpKind, float]:
     """What each kind of operation reads from host memory and writes to it, for a parameter."""
     staged = link_bytes[OpKind.GRAD_TO_HOST] + link_bytes[OpKind.PARAM_TO_DEVICE]
-    return {**link_bytes, OpKind.UPDATE_ON_HOST: 2 * STATE_BYTES + staged}
+    return {**link_bytes, OpKind.UPDATE_ON_HOST: 2 * BYTES_PER_PARAMETER + staged}
 
 
 def _least_costs(link_bytes: Mapping[OpKind, float]) -> dict[OpKind, float]:

@@ -63,7 +63,17 @@ _ABANDONED_AFTER_S = 3600
 
 
 class PatchError(Exception):
-    """The tree cannot be patched or unpatched; nothing was changed. The message says what to do instead."""
+    """The tree cannot be patched or unpatched; nothing was changed. The message is the problem, and what to do instead.
+
+    Attributes:
+        problem: what is wrong.
+        way_out: what to do, or what has been left as it was; may be ''.
+    """
+
+    def __init__(self, problem: str, way_out: str = "") -> None:
+        super().__init__(f"{problem}. {way_out}" if way_out else problem)
+        self.problem = problem
+        self.way_out = way_out
 
 
 # --- Unified diffs ---------------------------------------------------------------------------------------------
@@ -119,10 +129,10 @@ def known_patches() -> tuple[Patch, ...]:
         patches = tuple(load_patch(folder) for folder in sorted(folders, key=lambda folder: folder.name))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PatchError(
-            f"the patches of this installation are damaged: {error}. Install megatron-dos again."
+            f"the patches of this installation are damaged: {error}", "Install megatron-dos again."
         ) from error
     if not patches:
-        raise PatchError("this installation has no patches. Install megatron-dos again.")
+        raise PatchError("this installation has no patches", "Install megatron-dos again.")
     return patches
 
 
@@ -189,7 +199,7 @@ def read_version(root: Path) -> str:
         }
         return f"{values['MAJOR']}.{values['MINOR']}.{values['PATCH']}{values.get('PRE_RELEASE', '')}"
     except (SyntaxError, ValueError, KeyError):
-        raise PatchError(f"{root / _PACKAGE_INFO} does not tell Megatron's version. Is the tree damaged?") from None
+        raise PatchError(f"{root / _PACKAGE_INFO} does not tell Megatron's version", "Is the tree damaged?") from None
 
 
 def _find_root(path: Path) -> Path:
@@ -197,26 +207,29 @@ def _find_root(path: Path) -> Path:
     try:
         root = path.expanduser().resolve(strict=True)
     except FileNotFoundError:
-        raise PatchError(f"{path} does not exist. Give the folder of a Megatron-LM checkout.") from None
+        raise PatchError(f"{path} does not exist", "Give the folder of a Megatron-LM checkout.") from None
     except RuntimeError as error:  # a loop of symbolic links, before Python 3.13; no home folder for ~
         raise PatchError(f"{path} cannot be resolved: {error}") from None
     if not root.is_dir():
-        raise PatchError(f"{path} is a file. Give the folder of a Megatron-LM checkout, the one that holds megatron/.")
+        raise PatchError(
+            f"{path} is a file", "Give the folder of a Megatron-LM checkout, the one that holds megatron/."
+        )
     if not (root / _PACKAGE_INFO).is_file():
         if root.name == "megatron" and (root / "core" / "package_info.py").is_file():
-            raise PatchError(f"{path} is the package inside a checkout. Give the folder above: {root.parent}")
+            raise PatchError(f"{path} is the package inside a checkout", f"Give the folder above: {root.parent}")
         raise PatchError(
-            f"{path} is no Megatron-LM checkout: it holds no {_PACKAGE_INFO}. Give the folder that holds megatron/."
+            f"{path} is no Megatron-LM checkout: it holds no {_PACKAGE_INFO}",
+            "Give the folder that holds megatron/.",
         )
     if {"site-packages", "dist-packages"}.intersection(root.parts):
         raise PatchError(
-            f"{path} is an installed package, which pip would overwrite and other programs share; it is not patched. "
-            f"Patch a checkout or a copy of the tree, or {_INSTALL_INSTEAD}."
+            f"{path} is an installed package, which pip would overwrite and other programs share; it is not patched",
+            f"Patch a checkout or a copy of the tree, or {_INSTALL_INSTEAD}.",
         )
     if not (root / "megatron" / "training").is_dir():
         raise PatchError(
-            f"{path} holds megatron/core without megatron/training, so there is no argument parser to patch. "
-            f"In your program, {_INSTALL_INSTEAD}."
+            f"{path} holds megatron/core without megatron/training, so there is no argument parser to patch",
+            f"In your program, {_INSTALL_INSTEAD}.",
         )
     return root
 
@@ -226,17 +239,17 @@ def _read_target(root: Path, path: str) -> bytes:
     file = root / path
     if file.resolve() != file:
         raise PatchError(
-            f"{path} is a symbolic link, or lies behind one, to {file.resolve()}. "
-            "Patch the checkout that it leads to, or a copy without links."
+            f"{path} is a symbolic link, or lies behind one, to {file.resolve()}",
+            "Patch the checkout that it leads to, or a copy without links.",
         )
     try:
         return file.read_bytes()
     except FileNotFoundError:
-        raise PatchError(f"{path} is missing in {root}. Restore it with: git checkout -- {path}") from None
+        raise PatchError(f"{path} is missing in {root}", f"Restore it with: git checkout -- {path}") from None
     except IsADirectoryError:
-        raise PatchError(f"{path} is a folder in {root}, and should be a file. Is the tree damaged?") from None
+        raise PatchError(f"{path} is a folder in {root}, and should be a file", "Is the tree damaged?") from None
     except OSError as error:
-        raise PatchError(f"{path} cannot be read: {error.strerror}. Nothing was changed.") from None
+        raise PatchError(f"{path} cannot be read: {error.strerror}", "Nothing was changed.") from None
 
 
 def _digest(content: bytes) -> str:
@@ -251,12 +264,12 @@ def _changed_file(path: str, content: bytes, file: TargetFile) -> PatchError:
     """The complaint about a target file that is neither as Megatron ships it nor as the patch leaves it."""
     if b"\r\n" in content and _digest(content.replace(b"\r\n", b"\n")) in (file.before, file.after):
         return PatchError(
-            f"{path} has Windows line ends (CR LF). Check it out with: git config core.autocrlf false, "
-            f"then: git checkout -- {path}"
+            f"{path} has Windows line ends (CR LF)",
+            f"Check it out with: git config core.autocrlf false, then: git checkout -- {path}",
         )
     return PatchError(
-        f"{path} was changed locally, so the patch does not fit. Put your change aside (git checkout -- {path}), "
-        f"or leave the tree as it is and {_INSTALL_INSTEAD}."
+        f"{path} was changed locally, so the patch does not fit",
+        f"Put your change aside (git checkout -- {path}), or leave the tree as it is and {_INSTALL_INSTEAD}.",
     )
 
 
@@ -279,8 +292,8 @@ def _match(root: Path, version: str) -> tuple[Patch, dict[str, bytes]]:
         if version in patch.versions:
             return patch, _read_targets(root, patch)
     raise PatchError(
-        f"{root} is Megatron core {version}, for which there is no patch. Known versions: {known_versions()}. "
-        "Check out one of these."
+        f"{root} is Megatron core {version}, for which there is no patch",
+        f"Known versions: {known_versions()}. Check out one of these.",
     )
 
 
@@ -325,7 +338,7 @@ def _write_all(root: Path, contents: Mapping[str, tuple[bytes, bytes]]) -> None:
     """
     for path in contents:
         if not os.access(root / path, os.W_OK):
-            raise PatchError(f"{path} is read-only. Make it writable (chmod u+w), or {_INSTALL_INSTEAD}.")
+            raise PatchError(f"{path} is read-only", f"Make it writable (chmod u+w), or {_INSTALL_INSTEAD}.")
     staged: list[Path] = []
     replaced: list[tuple[Path, Path]] = []
     try:
@@ -341,11 +354,11 @@ def _write_all(root: Path, contents: Mapping[str, tuple[bytes, bytes]]) -> None:
         stuck = [str(file.relative_to(root)) for file, old in reversed(replaced) if not _put_back(old, file)]
         if stuck:
             raise PatchError(
-                f"{root} cannot be written ({error}), and these files could not be put back: {', '.join(stuck)}. "
-                f"When it can be written again: megatron-dos unpatch {root}"
+                f"{root} cannot be written ({error}), and these files could not be put back: {', '.join(stuck)}",
+                f"When it can be written again: megatron-dos unpatch {root}",
             ) from error
         if isinstance(error, OSError):
-            raise PatchError(f"{root} cannot be written: {error}. Nothing was changed.") from error
+            raise PatchError(f"{root} cannot be written: {error}", "Nothing was changed.") from error
         raise
     finally:
         for leftover in staged:
@@ -392,7 +405,7 @@ def _convert(path: Path, wanted: State) -> Result:
             old = contents[file.path]
             new = apply_hunks(old, file.hunks, reverse=wanted is State.UNPATCHED)
             if _state(file, new) is not wanted:
-                raise PatchError(f"patch {patch.name} is damaged: {file.path} comes out wrong. Nothing was changed.")
+                raise PatchError(f"patch {patch.name} is damaged: {file.path} comes out wrong", "Nothing was changed.")
             rewritten[file.path] = (old, new)
             added, removed = (sum(hunk.count(kind) for hunk in file.hunks) for kind in (b"+", b"-"))
             changes.append(Change(file.path, *((added, removed) if wanted is State.PATCHED else (removed, added))))
@@ -406,7 +419,7 @@ def _guarded(path: Path, wanted: State) -> Result:
     try:
         return _convert(path, wanted)
     except OSError as error:  # a folder without search permission, a vanished file: before anything was written
-        raise PatchError(f"{path} cannot be read: {error}. Nothing was changed.") from error
+        raise PatchError(f"{path} cannot be read: {error}", "Nothing was changed.") from error
 
 
 def examine(path: str | os.PathLike[str]) -> Status:

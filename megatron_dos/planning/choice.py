@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
 from fractions import Fraction
 
 from megatron_dos.planning.machine import Machine
 from megatron_dos.planning.model import Estimate, closed_form, closed_form_optimum, optimum
 from megatron_dos.planning.workload import (
     FUSED_PASS,
-    STATE_BYTES,
     Memory,
     Workload,
     _share,
@@ -21,13 +21,29 @@ from megatron_dos.planning.workload import (
     memory_needed,
     room_to_stream,
 )
+from megatron_dos.program.partition import BYTES_PER_PARAMETER
 from megatron_dos.program.schedule import (
     Placement,
     every_kth_on_device,
 )
 from megatron_dos.words import gib
 
-__all__ = ["Choice", "choose"]
+__all__ = ["Choice", "More", "choose"]
+
+
+class More(Enum):
+    """What a step may be shorter with; the values are for people."""
+
+    CORES = "twice the CPU cores"
+    LINK = "twice the link"
+    HOST_MEMORY = "twice the host memory rate"
+    QUARTER_RESIDENT = "a quarter of the GPU's memory for resident states"
+    REST_RESIDENT = "what is free of the GPU's memory for resident states"
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether it is more states that stay on the GPU."""
+        return self in (More.QUARTER_RESIDENT, More.REST_RESIDENT)
 
 
 @dataclass(frozen=True)
@@ -40,7 +56,7 @@ class Choice:
         step_seconds: what the step takes.
         lanes: seconds for which each of cpu, h2d, d2h, gpu and dram is busy.
         limiting: the busiest lane, that of the CPU only where it has all its threads.
-        helps: what a step would take with more of something: name -> seconds, the best first.
+        helps: the seconds that a step would take with more of something, the best first.
         memory: what it takes.
         reason: one line for the log.
         most_resident: the resident share that there is room for beside activations, in a quarter of the GPU's memory.
@@ -53,7 +69,7 @@ class Choice:
     step_seconds: float
     lanes: Mapping[str, float]
     limiting: str
-    helps: Mapping[str, float]
+    helps: Mapping[More, float]
     memory: Memory
     reason: str
     most_resident: Fraction
@@ -120,18 +136,15 @@ def choose(
     memory = memory_fit(machine, work, resident, streamed, found.host_share, room, free_host_memory)
     quarter, left = machine.gpu_memory / 4, room - activations
     most_resident = max(Fraction(_room_for(work, min(quarter, left)), count), resident)
-    for_states = "a quarter of the GPU's memory" if quarter <= left else "what is free of the GPU's memory"
     more = {
-        "twice the CPU cores": best(*_more_cores(machine, work), resident, closed_form_optimum),
-        "twice the link": best(_faster_link(machine), work, resident, closed_form_optimum),
-        "twice the host memory rate": best(
-            replace(machine, dram=2 * machine.dram), work, resident, closed_form_optimum
-        ),
+        More.CORES: best(*_more_cores(machine, work), resident, closed_form_optimum),
+        More.LINK: best(_faster_link(machine), work, resident, closed_form_optimum),
+        More.HOST_MEMORY: best(replace(machine, dram=2 * machine.dram), work, resident, closed_form_optimum),
     }
     if most_resident > resident:
         kept_there = best(machine, work, most_resident, closed_form_optimum)
-        more[f"{for_states} for resident states"] = kept_there
-    helps = {name: more[name].seconds for name in sorted(more, key=lambda name: more[name].seconds)}
+        more[More.QUARTER_RESIDENT if quarter <= left else More.REST_RESIDENT] = kept_there
+    helps = {each: more[each].seconds for each in sorted(more, key=lambda each: more[each].seconds)}
     return Choice(
         found.host_share,
         found.streamed_share,
@@ -150,10 +163,10 @@ def choose(
 def _room_for(work: Workload, free: float) -> int:
     """Subgroups whose states fit into that much of the GPU's memory beside the slots of the others."""
     count, largest = len(work.subgroups), max(work.subgroups)
-    if STATE_BYTES * work.parameters <= free:
+    if BYTES_PER_PARAMETER * work.parameters <= free:
         return count
     left = free - memory_needed(work, Fraction(0), streamed=True, host_share=Fraction(1)).gpu_slots
-    return max(min(int(left // (STATE_BYTES * largest)), count), 0)
+    return max(min(int(left // (BYTES_PER_PARAMETER * largest)), count), 0)
 
 
 def _more_cores(machine: Machine, work: Workload) -> tuple[Machine, Workload]:
@@ -177,7 +190,7 @@ _LANE_NAMES = {
 
 
 def _reason(
-    work: Workload, found: Estimate, limiting: str, helps: Mapping[str, float], missing_to_stream: float
+    work: Workload, found: Estimate, limiting: str, helps: Mapping[More, float], missing_to_stream: float
 ) -> str:
     threads = f"{found.threads} CPU thread{'s' if found.threads > 1 else ''}"
     parts = {
@@ -192,7 +205,7 @@ def _reason(
     )
     helper, seconds = next(iter(helps.items()))
     if seconds < 0.98 * found.seconds:
-        text += f"; {helper} would give {_duration(seconds)}"
+        text += f"; {helper.value} would give {_duration(seconds)}"
     if missing_to_stream:
         text += f"; nothing can be streamed: {gib(missing_to_stream)} of GPU memory are missing for its slots"
     return text

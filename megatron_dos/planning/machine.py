@@ -13,17 +13,36 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Machine", "MachineError", "load", "preset", "preset_names"]
+__all__ = ["Machine", "MachineError", "Source", "load", "preset", "preset_names"]
 
 
 class MachineError(ValueError):
     """A machine description that cannot be used; the message names the file and the key."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a value is from, in words, and the preset that it was taken from; '' where it was taken from none."""
+
+    words: str
+    preset: str = ""
+
+    def __str__(self) -> str:
+        """The line of a machine's file."""
+        return f"preset {self.preset}: {self.words}" if self.preset else self.words
+
+    @classmethod
+    def of_line(cls, line: str) -> Source:
+        """What such a line says."""
+        found = re.fullmatch(r"preset ([^:]+): (.*)", line, re.DOTALL)
+        return cls(found[2], preset=found[1]) if found else cls(line)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,13 +95,18 @@ class Machine:
     cpu_latency: float = 0.0
     """Seconds that handing a subgroup to the CPU's threads takes."""
 
-    sources: Mapping[str, str] = field(default_factory=dict, hash=False)
+    sources: Mapping[str, Source] = field(default_factory=dict, hash=False)
     fingerprint: str = ""
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
             _check(name, getattr(self, name), self.name)
         _check_sources(self.sources, self.name)
+
+    @property
+    def preset_of_gpu(self) -> str:
+        """The preset that the GPU's values are from; '' where they were measured, and of a preset itself."""
+        return self.sources["gpu_update"].preset
 
     def cpu_update(self, threads: int, ranks: int) -> float:
         """Parameters a second that one rank's threads update while `ranks` ranks of the node do so at once."""
@@ -91,7 +115,8 @@ class Machine:
     def as_json(self) -> str:
         """The text of a file that `load` reads."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return json.dumps({**values, "sources": dict(self.sources)}, indent=2) + "\n"
+        sources = {name: str(source) for name, source in self.sources.items()}
+        return json.dumps({**values, "sources": sources}, indent=2) + "\n"
 
 
 _WORDS = ("name", "fingerprint")
@@ -119,7 +144,7 @@ def _check(name: str, value: Any, where: str) -> None:
 
 
 def _check_sources(sources: Any, where: str) -> None:
-    if not isinstance(sources, Mapping) or not all(isinstance(text, str) and text for text in sources.values()):
+    if not isinstance(sources, Mapping) or not all(isinstance(each, Source) for each in sources.values()):
         raise MachineError(f"{where}: sources maps each value's name to the text of where it comes from")
     unknown = sorted(set(sources) - set(_NUMBERS))
     if unknown:
@@ -127,6 +152,13 @@ def _check_sources(sources: Any, where: str) -> None:
     missing = [name for name in _NUMBERS if name not in sources]
     if missing:
         raise MachineError(f"{where}: sources says nothing about {', '.join(missing)}")
+
+
+def _sources_of(given: Any) -> Any:
+    """The sources in a file; what is none is left as it is, for `_check_sources` to refuse."""
+    if not isinstance(given, dict):
+        return given
+    return {name: Source.of_line(text) if isinstance(text, str) and text else text for name, text in given.items()}
 
 
 def preset_names() -> tuple[str, ...]:
@@ -188,7 +220,7 @@ def parse(text: str, where: str) -> Machine:
     for name in _WORDS:
         if not isinstance(given.get(name, ""), str):
             raise MachineError(f"{where}: {name} is {given[name]!r}; it takes a text")
-    given = {**given, "sources": given.get("sources", {})}
+    given = {**given, "sources": _sources_of(given.get("sources", {}))}
     for name in _NUMBERS:
         if name in given:
             _check(name, given[name], where)

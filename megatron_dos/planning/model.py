@@ -28,11 +28,11 @@ from megatron_dos.planning.machine import Machine
 from megatron_dos.planning.workload import (
     CAST_BYTES,
     FUSED_PASS,
-    STATE_BYTES,
     Workload,
     _threads,
     _whole_subgroups,
 )
+from megatron_dos.program.partition import BYTES_PER_PARAMETER
 from megatron_dos.program.schedule import (
     OpKind,
     Placement,
@@ -101,7 +101,7 @@ class HostPath:
 def fused(work: Workload) -> HostPath:
     """The path of this package: one pass over states and grad, which also makes the model param."""
     return HostPath(
-        touched=2 * STATE_BYTES + work.grad_bytes + work.param_bytes,
+        touched=2 * BYTES_PER_PARAMETER + work.grad_bytes + work.param_bytes,
         grad=0 if work.early_grads else work.grad_bytes,
         param=work.param_bytes,
     )
@@ -120,7 +120,7 @@ def on_the_clock(machine: Machine, work: Workload, program: Program, path: HostP
     one waits for one of the three, not for all. `path` says what an update on the CPU costs; None is this package's.
     """
     path = path or fused(work)
-    numels, states = work.subgroups, float(STATE_BYTES)
+    numels, states = work.subgroups, float(BYTES_PER_PARAMETER)
     copy, gpu = machine.copy_latency, machine.gpu_update
     to_device = machine.h2d_pageable if path.pageable else machine.h2d_alone
     host = Rate(_host_rate(machine, work, path), latency=machine.cpu_latency + path.overhead)
@@ -182,7 +182,7 @@ def closed_form(
     if min(c, f, r) < 0:
         raise ValueError(f"shares on CPU and GPU: 0 to 1 together, got {host_share}, {resident_share}")
     n, path = work.parameters, fused(work)
-    down, up = float(STATE_BYTES * f + path.param * c) * n, float(STATE_BYTES * f + path.grad * c) * n
+    down, up = float(BYTES_PER_PARAMETER * f + path.param * c) * n, float(BYTES_PER_PARAMETER * f + path.grad * c) * n
     rate, memory = _host_rate(machine, work, path), machine.dram / work.ranks
     cpu = float(c) * n / rate
     ends = _drained(
@@ -192,7 +192,7 @@ def closed_form(
         _together(machine),
     )
     size = max(work.subgroups)
-    fetch, write = (STATE_BYTES * size / link for link in (machine.h2d_alone, machine.d2h_alone))
+    fetch, write = (BYTES_PER_PARAMETER * size / link for link in (machine.h2d_alone, machine.d2h_alone))
     params, grads = path.param / machine.h2d_alone, path.grad / machine.d2h_alone
     edge = size / machine.gpu_update + 2 * machine.copy_latency
     candidates = [ends["cpu"] + (params + grads) * size if c else 0.0]
@@ -203,7 +203,7 @@ def closed_form(
         "cpu": cpu,
         **_drained({"h2d": down / machine.h2d_alone, "d2h": up / machine.d2h_alone}, {}, math.inf, _together(machine)),
         "gpu": float(f + r) * n / machine.gpu_update,
-        "dram": float(2 * STATE_BYTES * f + (path.touched + path.grad + path.param) * c) * n / memory,
+        "dram": float(2 * BYTES_PER_PARAMETER * f + (path.touched + path.grad + path.param) * c) * n / memory,
     }
     return Estimate(c, f, r, _threads(machine, work), max(*candidates, *lanes.values()), lanes)
 

@@ -8,6 +8,8 @@ from dataclasses import replace
 from fractions import Fraction
 
 from megatron_dos.program.schedule import (
+    DEVICE_SLOTS,
+    HOST_SLOTS,
     Op,
     OpKind,
     Placement,
@@ -24,7 +26,9 @@ from megatron_dos.program.schedule import (
 __all__ = ["every_kth_with_serial_copies", "static_split", "with_blocking_params", "with_serial_copies"]
 
 
-def static_split(subgroups: Sequence[SubgroupShape], device_share: Fraction | float, host_slots: int = 2) -> Program:
+def static_split(
+    subgroups: Sequence[SubgroupShape], device_share: Fraction | float, host_slots: int = HOST_SLOTS
+) -> Program:
     """The first subgroups, `device_share` of the elements, stay on the device; the CPU updates the rest after them.
 
     Grads are sent meanwhile; no update on the CPU overlaps with one on the device.
@@ -49,7 +53,7 @@ def static_split(subgroups: Sequence[SubgroupShape], device_share: Fraction | fl
 
 
 def every_kth_with_serial_copies(
-    subgroups: Sequence[SubgroupShape], stride: int, host_slots: int = 2, device_slots: int = 3
+    subgroups: Sequence[SubgroupShape], stride: int, host_slots: int = HOST_SLOTS, device_slots: int = DEVICE_SLOTS
 ) -> Program:
     """The published interleaving: one subgroup in `stride` on the device, states fetched and written back by turns.
 

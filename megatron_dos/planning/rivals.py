@@ -9,14 +9,14 @@ timeline of one step by that system's rules. What its CPU passes move, in bytes 
     HybridDeviceOptimizer                            28: Adam alone; FP32 grads come, FP32 params go
     SuperOffload                                     28: the same
 
-`memory_of` tells the memory that their states, grads and slots take; it knows them by their names in RIVALS.
-`iteration` puts forward and backward passes before the step.
+`systems` lists the systems; `step_of` and `memory_of` take one of its list and give its step, and the memory that its
+states, grads and slots take. `iteration` puts forward and backward passes before the step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -25,12 +25,12 @@ from typing import Any
 from megatron_dos.planning.machine import Machine
 from megatron_dos.planning.model import HostPath, clock_optimum, on_the_clock, placed, program_for
 from megatron_dos.planning.rival_programs import with_blocking_params, with_serial_copies
+from megatron_dos.planning.systems import Design, System
 from megatron_dos.planning.workload import Memory, Workload, memory_needed, room_to_stream
 from megatron_dos.program.schedule import Placement, Program, every_kth_on_device
 from megatron_dos.program.timeline import Timeline
 
 __all__ = [
-    "RIVALS",
     "Iteration",
     "Overheads",
     "device_streaming",
@@ -40,6 +40,7 @@ __all__ = [
     "memory_of",
     "ours",
     "published",
+    "step_of",
     "superoffload",
 ]
 
@@ -131,28 +132,38 @@ def ours(
     return on_the_clock(machine, replace(work, threads=best.threads), program_for(work, best.host_share, resident))
 
 
-RIVALS: Mapping[str, Callable[[Machine, Workload, Fraction], Timeline]] = {
-    "full offload": full_offload,
-    "full offload, page-locked params": lambda machine, work, resident: full_offload(machine, work, resident, True),
-    "published, k=2": published,
-    "published, k=3": lambda machine, work, resident: published(machine, work, resident, 3),
-    "published, k=1": lambda machine, work, resident: published(machine, work, resident, 1),
-    "GPU streaming": device_streaming,
-    "SuperOffload, no speculation": superoffload,
-    "HybridDeviceOptimizer": hybrid_device_optimizer,
-}
-"""Name -> the step of that system. With a resident part, full offload is TwinFlow's static split."""
+def step_of(
+    system: System,
+    machine: Machine,
+    work: Workload,
+    resident: Fraction | float = 0,
+    free_gpu_memory: float = math.inf,
+) -> Timeline:
+    """The step of a system; `free_gpu_memory` is what ours finds for its slots, as in `ours`."""
+    match system.design:
+        case Design.OURS:
+            return ours(machine, work, resident, free_gpu_memory)
+        case Design.FULL_OFFLOAD:
+            return full_offload(machine, work, resident, system.pinned)
+        case Design.PUBLISHED:
+            return published(machine, work, resident, system.stride)
+        case Design.DEVICE_STREAMING:
+            return device_streaming(machine, work, resident)
+        case Design.SUPEROFFLOAD:
+            return superoffload(machine, work, resident)
+        case Design.HYBRID_DEVICE_OPTIMIZER:
+            return hybrid_device_optimizer(machine, work, resident)
+    raise ValueError(f"{system.name}: no step is known of {system.design}")
 
 
-def memory_of(name: str, work: Workload, step: Timeline) -> Memory:
-    """The memory that the step of a system takes, on its GPU and on the node: a name of RIVALS, or ours.
+def memory_of(system: System, work: Workload, step: Timeline) -> Memory:
+    """The memory that the step of a system takes, on its GPU and on the node.
 
-    Streamed subgroups take slots on the GPU, casts there too. Full offload, the published interleaving and
-    HybridDeviceOptimizer keep FP32 grads of all their CPU subgroups on the host, where the others have slots.
+    Streamed subgroups take slots on the GPU, casts there too.
     """
-    if name.startswith(("full offload", "published", "HybridDeviceOptimizer")):
+    if system.design.keeps_grads_on_host:
         work = replace(work, early_grads=True, grad_bytes=4, casts=False)
-    elif name.startswith("SuperOffload"):
+    elif system.design.travels_in_fp32:
         work = replace(work, grad_bytes=4, casts=True)
     places = step.program.placements
     shares = {place: Fraction(places.count(place), len(places)) for place in Placement}

@@ -7,22 +7,50 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from megatron_dos.planning.machine import Machine
-from megatron_dos.program.partition import automatic_subgroup_size
+from megatron_dos.program.partition import BYTES_PER_PARAMETER, automatic_subgroup_size
+from megatron_dos.program.schedule import DEVICE_SLOTS, HOST_SLOTS
 from megatron_dos.words import gib, plural
 
-__all__ = ["Memory", "MemoryFitError", "Workload", "memory_fit", "memory_needed", "room_to_stream"]
+__all__ = ["Memory", "MemoryFitError", "Shortage", "Workload", "memory_fit", "memory_needed", "room_to_stream"]
 
 
-STATE_BYTES = 12
-"""Bytes of a parameter's states: master param, exp_avg and exp_avg_sq in FP32."""
 FUSED_PASS = 30
 """Bytes of host memory that a machine's CPU rates stand for: states read and written, FP32 grad, 16-bit param."""
 CAST_BYTES = 6
 """Bytes of GPU memory that casting a 16-bit grad to FP32 moves."""
 
 
+@dataclass(frozen=True)
+class Shortage:
+    """Memory that the step needs and that is not there.
+
+    Attributes:
+        where: the memory, for people.
+        needed, free: bytes.
+        parts: what is needed for what.
+        way_out: what to do, with `{dos}` for how flags begin.
+    """
+
+    where: str
+    needed: float
+    free: float
+    parts: str
+    way_out: str
+
+    def text(self, flags_begin: str = "--dos-") -> str:
+        """The shortage and the way out; the flags of training begin with `--dos-`, those of `plan` do not."""
+        return (
+            f"the update needs {gib(self.needed)} on the {self.where} ({self.parts}), and {gib(self.free)} are free: "
+            f"{self.way_out.format(dos=flags_begin)}"
+        )
+
+
 class MemoryFitError(MemoryError):
-    """What the step needs does not fit into the memory of the GPU or of the node."""
+    """What the step needs does not fit into the memory of the GPU or of the node: `shortage` says what."""
+
+    def __init__(self, shortage: Shortage) -> None:
+        super().__init__(shortage.text())
+        self.shortage = shortage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +78,8 @@ class Workload:
     param_bytes: int = 2
     casts: bool = False
     early_grads: bool = False
-    host_slots: int = 2
-    device_slots: int = 3
+    host_slots: int = HOST_SLOTS
+    device_slots: int = DEVICE_SLOTS
 
     def __post_init__(self) -> None:
         for name in ("parameters", "ranks", "grad_bytes", "param_bytes", "host_slots", "device_slots"):
@@ -111,41 +139,39 @@ def memory_fit(
         MemoryFitError: it does not fit; the message says what is needed and what is there.
     """
     memory = memory_needed(work, Fraction(resident_share), streamed, Fraction(host_share))
-    for where, needed, free, parts, way_out in (
-        (
+    for shortage in (
+        Shortage(
             "GPU",
             memory.gpu,
             machine.gpu_memory if free_gpu_memory is None else free_gpu_memory,
             f"{gib(memory.gpu_slots)} of slots during the step, {gib(memory.gpu_resident)} of resident states",
-            "lower --dos-resident-share or --dos-subgroup-size",
+            "lower {dos}resident-share or {dos}subgroup-size",
         ),
-        (
+        Shortage(
             f"node for {plural(work.ranks, 'rank')}",
             memory.host,
             machine.host_memory if free_host_memory is None else free_host_memory,
             f"{gib(memory.host_states)} of states, {gib(memory.host_slots)} of slots",
-            "use more nodes, or keep a part of the states on the GPU (--dos-resident-share)",
+            "use more nodes, or keep a part of the states on the GPU ({dos}resident-share)",
         ),
     ):
-        if needed > free:
-            raise MemoryFitError(
-                f"the update needs {gib(needed)} on the {where} ({parts}), and {gib(free)} are free: {way_out}"
-            )
+        if shortage.needed > shortage.free:
+            raise MemoryFitError(shortage)
     return memory
 
 
 def memory_needed(work: Workload, resident: Fraction, streamed: bool, host_share: Fraction) -> Memory:
     """What `memory_fit` compares with what is free; its arguments are told there."""
     largest = max(work.subgroups)
-    on_gpu = work.device_slots * STATE_BYTES * largest if streamed and resident < 1 else 0
+    on_gpu = work.device_slots * BYTES_PER_PARAMETER * largest if streamed and resident < 1 else 0
     if work.casts and host_share and not work.early_grads:
         on_gpu += work.host_slots * 4 * largest
     early = work.grad_bytes * round(work.parameters * host_share) if work.early_grads else 0
     kept = round(work.parameters * resident)
     return Memory(
         gpu_slots=on_gpu,
-        gpu_resident=STATE_BYTES * kept,
-        host_states=work.ranks * STATE_BYTES * (work.parameters - kept),
+        gpu_resident=BYTES_PER_PARAMETER * kept,
+        host_states=work.ranks * BYTES_PER_PARAMETER * (work.parameters - kept),
         host_slots=work.ranks * (work.host_slots * 8 * largest + early),
     )
 

@@ -28,6 +28,9 @@ __all__ = [
     "partition",
 ]
 
+STATES = ("master", "exp_avg", "exp_avg_sq")
+BYTES_PER_PARAMETER = 4 * len(STATES)  # all in FP32
+
 # A cut inside a parameter falls on a multiple of this many elements, so that a piece starts on a cache line
 # (64 bytes) in FP32 and in the 16-bit formats alike.
 CUT_ALIGNMENT = 64
@@ -43,7 +46,8 @@ AUTOMATIC_MAX = 1 << 25
 class OwnedRange:
     """The part of one parameter that this rank owns: `numel` elements starting at `start` in bucket coordinates.
 
-    `owner` indexes the caller's list of parameter shards; `bucket` is (buffer index, bucket index).
+    `owner` indexes the caller's list of parameter shards, as it does all over this package; `bucket` is (buffer index,
+    bucket index).
     """
 
     owner: int
@@ -160,7 +164,3 @@ def _pieces(
         low, high = max(start, owned_start), min(stop, owned_stop)
         if low < high:
             yield Piece(owned.owner, low - owned_start, low, high - low)
-
-
-STATES = ("master", "exp_avg", "exp_avg_sq")
-BYTES_PER_PARAMETER = 4 * len(STATES)  # all in FP32

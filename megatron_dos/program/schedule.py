@@ -35,6 +35,8 @@ from enum import Enum
 from fractions import Fraction
 
 __all__ = [
+    "DEVICE_SLOTS",
+    "HOST_SLOTS",
     "STAGING",
     "Op",
     "OpKind",
@@ -47,6 +49,11 @@ __all__ = [
     "every_kth_on_device",
     "mix",
 ]
+
+# Two staging slots for CPU subgroups: one is filled while the other is used. Three for streamed ones: one is
+# fetched, one updated and one written back.
+HOST_SLOTS = 2
+DEVICE_SLOTS = 3
 
 
 class Stream(Enum):
@@ -84,8 +91,8 @@ class OpKind(Enum):
 
 # What operations read and write: a name and the index of the subgroup, slot or bucket that is meant.
 Resource = tuple[str, int]
-STAGING = "_slot"
-"""How the names of staging memory end, which holds nothing when a step begins; all other resources do."""
+STAGING = frozenset(("host_grad_slot", "host_param_slot", "early_grad_slot", "device_grad_slot", "states_slot"))
+"""The names of staging memory, which holds nothing when a step begins; all other resources do."""
 
 
 @dataclass(frozen=True)
@@ -204,8 +211,8 @@ class SubgroupShape:
 def build_program(
     subgroups: Sequence[SubgroupShape],
     placements: Sequence[Placement],
-    host_slots: int = 2,
-    device_slots: int = 3,
+    host_slots: int = HOST_SLOTS,
+    device_slots: int = DEVICE_SLOTS,
     last_bucket_first: bool = False,
     early: Mapping[int, int] | None = None,
 ) -> Program:

@@ -6,12 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-__all__ = ["DEVICE_SLOTS", "HOST_SLOTS", "EngineOptions"]
+from megatron_dos.program.schedule import DEVICE_SLOTS, HOST_SLOTS
 
-# Two staging slots for CPU subgroups: one is filled while the other is used. Three for streamed ones: one is
-# fetched, one updated and one written back.
-HOST_SLOTS = 2
-DEVICE_SLOTS = 3
+__all__ = ["EngineOptions"]
 
 
 @dataclass(frozen=True)

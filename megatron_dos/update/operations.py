@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
+from megatron_dos.device.protocol import Handlers
 from megatron_dos.kernels import AdamScalars
 from megatron_dos.kernels import cpu as cpu_kernel
 from megatron_dos.kernels.device_kernel import DeviceKernel
+from megatron_dos.kernels.operands import Operands
 from megatron_dos.program.partition import STATES, Piece, Subgroup
 from megatron_dos.program.schedule import Op, OpKind, Placement, Program, Resource
 from megatron_dos.update.joining import Runs
@@ -103,7 +104,7 @@ class StepOperations:
         last_slot = max((op.slot for op in program.ops if op.kind is OpKind.CAST_GRAD), default=-1)
         self._grad_slots = [torch.empty(largest_cast, dtype=torch.float32, device=device) for _ in range(last_slot + 1)]
 
-    def handlers(self) -> Mapping[OpKind, Callable[[Op], Any]]:
+    def handlers(self) -> Handlers:
         """What to call for each kind of operation."""
         return {
             OpKind.EARLY_GRAD_TO_HOST: self.early_grad_to_host,
@@ -171,7 +172,7 @@ class StepOperations:
         for at, piece in self._placed(op, runs):
             span = slice(piece.slab, piece.slab + piece.numel)
             pieces.append(
-                (
+                Operands(
                     states.master[span],
                     states.exp_avg[span],
                     states.exp_avg_sq[span],

@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dos.checkpointing import state_stream
-from megatron_dos.checkpointing.state_stream import Share
+from megatron_dos.checkpointing.state_stream import DividedTensor
 
 BUCKETS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 30)), max_size=4)  # of a rank; padding
 
 
 @given(BUCKETS, st.integers(1, 4), st.integers(1, 50))
-def test_every_element_has_one_turn_in_order_and_one_owner(parts, ranks, most):
+def test_every_element_has_one_turn_in_order_and_one_rank(parts, ranks, most):
     buckets = [(part * ranks, max(part * ranks - padding, 0)) for part, padding in parts]
-    share = Share(buckets, [])
-    owners = [
+    tensor = DividedTensor(buckets, [])
+    ranks_of = [
         rank
         for part, (_, unpadded) in zip(parts, buckets, strict=True)
         for rank in range(ranks)
@@ -26,22 +26,22 @@ def test_every_element_has_one_turn_in_order_and_one_owner(parts, ranks, most):
     ]
     expected, base = [], 0
     for padded, unpadded in buckets:
-        expected += owners[base : base + unpadded]
+        expected += ranks_of[base : base + unpadded]
         base += padded
     found: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(state_stream, "CHUNK", most)
-        for rank, start, stop in share.chunks(ranks):
+        for rank, start, stop in tensor.chunks(ranks):
             assert start == len(found)
             assert 0 < stop - start <= most
             found += [rank] * (stop - start)
     assert found == expected
-    assert share.numel == len(expected)
+    assert tensor.numel == len(expected)
 
 
-def share_of(*ranges: tuple[int, int]) -> Share:
+def tensor_of(*ranges: tuple[int, int]) -> DividedTensor:
     """With a view for each range, whose elements are their places in the tensor and one more."""
-    return Share([(20, 18)], [(start, torch.arange(start + 1.0, stop + 1.0)) for start, stop in ranges])
+    return DividedTensor([(20, 18)], [(start, torch.arange(start + 1.0, stop + 1.0)) for start, stop in ranges])
 
 
 @pytest.mark.parametrize(
@@ -50,11 +50,11 @@ def share_of(*ranges: tuple[int, int]) -> Share:
 )
 def test_a_chunk_has_what_lies_in_it_and_zeros_between(start, expected):
     chunk = torch.full((5,), float("nan"))
-    share_of((2, 6), (7, 9)).copy_to(chunk, start)
+    tensor_of((2, 6), (7, 9)).copy_to(chunk, start)
     assert chunk.tolist() == expected
 
 
 def test_views_take_their_elements_of_a_chunk_and_no_others():
-    share = share_of((2, 6), (7, 9))
-    share.copy_from(torch.arange(100.0, 105.0), 4)
-    assert [view.tolist() for _, view in share.views] == [[3, 4, 100, 101], [103, 104]]
+    tensor = tensor_of((2, 6), (7, 9))
+    tensor.copy_from(torch.arange(100.0, 105.0), 4)
+    assert [view.tolist() for _, view in tensor.views] == [[3, 4, 100, 101], [103, 104]]

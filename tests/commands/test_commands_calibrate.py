@@ -22,7 +22,7 @@ from megatron_dos.calibration.cache import cache_file, cached_machine, fingerpri
 from megatron_dos.calibration.worker import GPU_PHASES, HOST_PHASES, Sizes
 from megatron_dos.commands import CommandError, calibrate
 from megatron_dos.node import memory, topology
-from megatron_dos.planning.machine import Machine, load, preset
+from megatron_dos.planning.machine import Machine, Source, load, preset
 
 TINY = Sizes(update=1 << 14, copy_bytes=1 << 16, gpu_update=1 << 14, matmul=64, threads=1)
 GPU_VALUES = (
@@ -79,14 +79,14 @@ class TestMeasuring:
     def test_host_values_are_measured_and_the_rest_says_where_it_is_from(self, really_measured):
         for name in ("cpu_update_per_core", "cpu_update_max", "dram", "cpu_latency"):
             assert getattr(really_measured, name) > 0
-            assert really_measured.sources[name].startswith("measured")
+            assert really_measured.sources[name].words.startswith("measured")
             assert getattr(really_measured, name) != getattr(preset("h200"), name)
-        assert "2 ranks at once, 1 threads each" in really_measured.sources["cpu_update_max"]
+        assert "2 ranks at once, 1 threads each" in really_measured.sources["cpu_update_max"].words
         assert really_measured.cores == topology.physical_cores()
         assert really_measured.host_memory == topology.node_memory()
         if calibration.gpu_count() == 0:
             for name in GPU_VALUES:
-                assert really_measured.sources[name].startswith("preset h200: ")
+                assert really_measured.sources[name].preset == "h200"
                 assert getattr(really_measured, name) == getattr(preset("h200"), name)
 
     def test_host_memory_moves_at_least_what_the_update_moves(self, really_measured):
@@ -104,7 +104,7 @@ class TestMeasuring:
         assert (found.gpus, found.gpu_memory, found.gpu_update, found.h2d_pageable) == (8, 80e9, 1e9, 1e9)
         assert found.dram == 1500e9  # update and copies at once moved the most
         assert found.matmul == 0.5e9
-        assert not any(source.startswith("preset") for source in found.sources.values())
+        assert not any(source.preset for source in found.sources.values())
 
     @pytest.mark.slow
     def test_every_phase_of_a_gpu_runs_on_the_stand_in_and_gives_all_values(self):
@@ -126,7 +126,7 @@ print(json.dumps([rank.about(), results]))
         found = calibrate._machine(
             {phase: [figures] for phase, figures in results.items()}, about, 1, preset("h200"), "x"
         )
-        assert not any(source.startswith("preset") for source in found.sources.values())
+        assert not any(source.preset for source in found.sources.values())
 
     @pytest.mark.slow
     def test_rank_that_cannot_measure_says_why(self, monkeypatch):
@@ -255,7 +255,7 @@ class TestCommand:
     def test_machine_of_which_the_host_alone_was_measured_is_taken_only_where_it_is_named(
         self, command, measurements, measured, monkeypatch, capsys
     ):
-        sources = {name: f"preset rtx4090: {source}" for name, source in measured.sources.items() if name in GPU_VALUES}
+        sources = {name: Source(str(measured.sources[name]), "rtx4090") for name in GPU_VALUES}
         half = dataclasses.replace(measured, cores=2, sources={**measured.sources, **sources})
         monkeypatch.setattr(calibrate, "measure", lambda *_: half)
         assert cli.main(["calibrate"]) == 0

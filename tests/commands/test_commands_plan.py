@@ -12,6 +12,7 @@ import pytest
 from megatron_dos import cli
 from megatron_dos.planning import choice, rivals, workload
 from megatron_dos.planning.machine import preset
+from megatron_dos.planning.systems import OURS, RIVALS
 
 ARGUMENTS = ["plan", "--model", "20b", "--gpus", "4", "--tensor-parallel", "2", "--machine", "h100-pcie5"]
 ARGUMENTS += ["--subgroup-size", "100000000"]
@@ -83,12 +84,12 @@ def test_choice_and_times_are_those_of_the_performance_model(plan):
     chosen = choice.choose(machine, work, free_gpu_memory=free, activations=kept, resident_share=0)
     assert found["choice"]["reason"] == chosen.reason
     assert found["choice"]["limited_by"] == chosen.limiting
-    assert found["choice"]["step_seconds_with"] == dict(chosen.helps)
+    assert found["choice"]["step_seconds_with"] == {more.value: seconds for more, seconds in chosen.helps.items()}
     assert rank["subgroups"] == len(work.subgroups)
     systems = {system["name"]: system for system in found["systems"]}
-    assert list(systems) == ["ours", *rivals.RIVALS, "states on the GPU: stock Megatron"]
-    for name, rival in {"ours": rivals.ours, **rivals.RIVALS}.items():
-        assert systems[name]["update_s"] == rival(machine, work, Fraction(0)).makespan
+    assert list(systems) == ["ours", *RIVALS, "states on the GPU: stock Megatron"]
+    for system in (OURS, *RIVALS.values()):
+        assert systems[system.name]["update_s"] == rivals.step_of(system, machine, work, Fraction(0)).makespan
     stock = systems["states on the GPU: stock Megatron"]
     assert stock["update_s"] == work.parameters / machine.gpu_update
     assert (stock["fits"], systems["ours"]["fits"]) == (False, True)

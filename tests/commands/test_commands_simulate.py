@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
@@ -15,6 +16,7 @@ from megatron_dos.commands.text import count, short
 from megatron_dos.observing import trace
 from megatron_dos.planning import rivals
 from megatron_dos.planning.machine import preset
+from megatron_dos.planning.systems import OURS, RIVALS, Design
 
 SMALL = ["simulate", "--parameters", "2e9", "--gpus", "4", "--machine", "h100-pcie5"]
 
@@ -35,13 +37,15 @@ def programs(capsys):
     return run
 
 
-def test_every_program_has_a_name_on_the_command_line():
-    assert tuple(rivals.RIVALS) == simulate.RIVALS
+def test_every_program_has_a_word_of_its_own_on_the_command_line():
+    words = [system.word for system in (OURS, *RIVALS.values())]
+    assert len(set(words)) == len(words)
+    assert all(re.fullmatch("[a-z0-9-]+", word) for word in words)
 
 
 def test_all_programs_run_and_add_up(programs):
     found = programs("--programs", "all")
-    assert list(found) == ["ours", *rivals.RIVALS]
+    assert list(found) == ["ours", *RIVALS]
     for row in found.values():
         assert row["iteration_s"] == pytest.approx(row["forward_s"] + row["backward_s"] + row["update_s"])
         assert row["parameters_per_second"] == pytest.approx(5e8 / row["update_s"])
@@ -120,7 +124,7 @@ def test_spans_of_an_iteration_follow_one_another():
     options.more = []
     scenario = simulate._scenario(options)
     timeline = rivals.published(scenario.machine, scenario.work)
-    spans = simulate.iteration_spans(scenario, "published, k=2", timeline)
+    spans = simulate.iteration_spans(scenario, Design.PUBLISHED, timeline)
     passes = [span for span in spans if span.name in ("forward", "backward")]
     step = [span for span in spans if "slot" in span.args]
     assert passes[0].start_s == 0

@@ -200,12 +200,12 @@ def faults(folder: str) -> dict[str, dict[str, Any]]:
     with full_disk(path.stat().st_size // 2):
         attempt("full disk", save)
     attempt("no folder", lambda: run.optimizer.save_parameter_state(f"{folder}/none/{FILE}"))
-    copies = state_stream.Share.copy_to, state_stream.Share.copy_from
-    state_stream.Share.copy_to = fails_on_rank_1(copies[0])
+    copies = state_stream.DividedTensor.copy_to, state_stream.DividedTensor.copy_from
+    state_stream.DividedTensor.copy_to = fails_on_rank_1(copies[0])
     attempt("a rank cannot read its states", save)
-    state_stream.Share.copy_from = fails_on_rank_1(copies[1])
+    state_stream.DividedTensor.copy_from = fails_on_rank_1(copies[1])
     attempt("a rank cannot write its states", load)
-    state_stream.Share.copy_to, state_stream.Share.copy_from = copies
+    state_stream.DividedTensor.copy_to, state_stream.DividedTensor.copy_from = copies
     attempt("load after", load)
     attempt("save after", save)
     flip_a_bit(path)

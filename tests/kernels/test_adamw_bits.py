@@ -56,13 +56,13 @@ def test_any_split_into_pieces_and_any_order_gives_the_same_bits(isa, threads):
 
     def run_as_one_job(param, exp_avg, exp_avg_sq, grad, scalars, unscale, grad_scale, out):
         pieces = [
-            cpu.Piece(
+            cpu.Operands(
                 *(t[low:high] for t in (param, exp_avg, exp_avg_sq, grad)), scalars, unscale, grad_scale, out[low:high]
             )
             for low, high in itertools.pairwise(cuts)
         ]
         rng.shuffle(pieces)
-        cpu.adamw_pieces((cpu.Piece(*piece) for piece in pieces), threads=threads)
+        cpu.adamw_pieces((cpu.Operands(*piece) for piece in pieces), threads=threads)
 
     def run_one_by_one(param, exp_avg, exp_avg_sq, grad, scalars, unscale, grad_scale, out):
         for low, high in rng.permutation(list(itertools.pairwise(cuts))):
@@ -84,7 +84,7 @@ def test_pieces_of_one_job_have_their_own_scalars_and_dtypes(isa):
     tensors = [[as_tensor(a) for a in (c.param, c.exp_avg, c.exp_avg_sq, c.grad)] for c in cases]
     outs = [None if case.out is None else as_tensor(case.out) for case in cases]
     cpu.adamw_pieces(
-        cpu.Piece(*arrays, case.scalars, case.unscale, case.grad_scale, out)
+        cpu.Operands(*arrays, case.scalars, case.unscale, case.grad_scale, out)
         for arrays, case, out in zip(tensors, cases, outs, strict=True)
     )
     for arrays, case, out in zip(tensors, cases, outs, strict=True):

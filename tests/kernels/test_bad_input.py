@@ -60,7 +60,7 @@ def test_a_wrong_tensor_is_refused_by_name(name, make):
     with pytest.raises((TypeError, ValueError), match=rf"^{named}: "):
         cpu.adamw(**given)
     with pytest.raises((TypeError, ValueError), match=rf"^{named}: "):
-        cpu.submit([cpu.Piece(**given)])
+        cpu.submit([cpu.Operands(**given)])
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_l2_mode_must_be_a_bool():
 
 
 def test_the_piece_at_fault_is_named():
-    pieces = [cpu.Piece(**arguments()) for _ in range(3)]
+    pieces = [cpu.Operands(**arguments()) for _ in range(3)]
     pieces[1] = pieces[1]._replace(exp_avg=pieces[1].param)
     with pytest.raises(ValueError, match=r"^pieces\[1\]\.exp_avg: overlaps param"):
         cpu.adamw_pieces(pieces)
@@ -128,7 +128,7 @@ def test_the_piece_at_fault_is_named():
 
 @pytest.mark.parametrize("call", [cpu.adamw_pieces, cpu.submit])
 def test_pieces_that_overlap_one_another_are_refused(call):
-    one, two = cpu.Piece(**arguments()), cpu.Piece(**arguments())
+    one, two = cpu.Operands(**arguments()), cpu.Operands(**arguments())
     with pytest.raises(ValueError, match=r"^pieces: .* two pieces overlap"):
         call([one, two._replace(exp_avg_sq=one.exp_avg)])
     with pytest.raises(ValueError, match=r"^pieces: the grad of one piece"):
@@ -136,7 +136,7 @@ def test_pieces_that_overlap_one_another_are_refused(call):
 
 
 def test_one_grad_may_serve_two_pieces():
-    one, two = cpu.Piece(**arguments()), cpu.Piece(**arguments())
+    one, two = cpu.Operands(**arguments()), cpu.Operands(**arguments())
     cpu.adamw_pieces([one, two._replace(grad=one.grad)])
     assert torch.equal(one.param, two.param)
 
@@ -148,7 +148,7 @@ def test_a_closed_pool_refuses():
     assert pool.closed
     for call in (pool.run, pool.submit):
         with pytest.raises(RuntimeError, match=r"^pool: it is closed"):
-            call([cpu._addresses(**arguments())])
+            call([cpu._addresses(cpu.Operands(**arguments()))])
 
 
 @pytest.mark.parametrize("threads", [-1, -(2**40), 2**20])
@@ -196,7 +196,7 @@ FIELDS += ("grad_dtype", "out_dtype", "scalars", "unscale", "grad_scale")
     ],
 )
 def test_wrong_fields_of_a_raw_piece_are_refused_by_name(field, value, named):
-    piece = list(cpu._addresses(**arguments()))
+    piece = list(cpu._addresses(cpu.Operands(**arguments())))
     piece[FIELDS.index(field)] = value
     for call in (cpu.pool(1).run, cpu.pool(2).run, cpu.pool(2).submit):
         with pytest.raises((TypeError, ValueError), match=rf"^{named}: "):

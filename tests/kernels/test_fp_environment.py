@@ -144,7 +144,7 @@ def test_workers_of_a_pool_that_is_first_made_while_flushing_is_on():
     cpu.adamw(*expected, SCALARS, threads=1)
     with flushing():
         pool = _cpp_adam.Pool(2)
-        pool.submit([cpu._addresses(*states, SCALARS)]).wait()
+        pool.submit([cpu._addresses(cpu.Operands(*states, SCALARS))]).wait()
     pool.close()
     assert torch.equal(states[0].view(torch.int32), expected[0].view(torch.int32))
     assert states[0].view(torch.int32).bool().all()

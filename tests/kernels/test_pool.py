@@ -24,8 +24,8 @@ SCALARS = AdamScalars.at_step(3, 1e-3, (0.9, 0.95), 1e-8, 0.1, True)
 LARGE = 8 * 2**20
 
 
-def piece(numel: int = LARGE) -> cpu.Piece:
-    return cpu.Piece(torch.ones(numel), torch.zeros(numel), torch.zeros(numel), torch.ones(numel), SCALARS)
+def piece(numel: int = LARGE) -> cpu.Operands:
+    return cpu.Operands(torch.ones(numel), torch.zeros(numel), torch.zeros(numel), torch.ones(numel), SCALARS)
 
 
 def run_python(code: str, **environment: str) -> str:
@@ -46,7 +46,7 @@ def test_a_submitted_job_gives_the_same_bits():
     case = make_case(np.random.default_rng(0), 5 * 65536 + 3, "bfloat16", "bfloat16")
 
     def run(*arguments):
-        ticket = cpu.submit([cpu.Piece(*arguments)], threads=2)
+        ticket = cpu.submit([cpu.Operands(*arguments)], threads=2)
         ticket.wait()
         assert ticket.poll()
         ticket.wait()
@@ -87,7 +87,7 @@ def test_a_job_waits_for_the_unfinished_end_of_an_earlier_one():
     """The second job is the last elements of the first: only its waiting keeps an idle worker from running it early."""
     job = piece(4 * LARGE)
     end = slice(4 * LARGE - 64, 4 * LARGE)
-    tail = cpu.Piece(*(tensor[end] for tensor in job[:4]), AdamScalars.at_step(9, 0.5, (0.1, 0.2), 1e-3, 0.3, True))
+    tail = cpu.Operands(*(tensor[end] for tensor in job[:4]), AdamScalars.at_step(9, 0.5, (0.1, 0.2), 1e-3, 0.3, True))
     expected = [tensor[end].clone() for tensor in job[:4]]
     for _ in range(5):
         tickets = [cpu.submit([each], threads=3) for each in (job, tail)]
@@ -215,7 +215,7 @@ def test_a_forked_child_updates_with_fresh_workers():
 
         scalars = AdamScalars.at_step(1, 1e-3, (0.9, 0.95), 1e-8, 0.0, True)
         def make():
-            return cpu.Piece(*(torch.ones(2**20) for _ in range(4)), scalars)
+            return cpu.Operands(*(torch.ones(2**20) for _ in range(4)), scalars)
         busy = [make() for _ in range(4)]
         tickets = [cpu.submit([each], threads=2) for each in busy]
         child = os.fork()
@@ -255,7 +255,7 @@ def test_the_interpreter_ends_well_with_jobs_in_flight(ending):
         from megatron_dos.kernels import AdamScalars, cpu
 
         scalars = AdamScalars.at_step(1, 1e-3, (0.9, 0.95), 1e-8, 0.0, True)
-        job = cpu.Piece(*(torch.ones(2**23) for _ in range(4)), scalars)
+        job = cpu.Operands(*(torch.ones(2**23) for _ in range(4)), scalars)
         for _ in range(5):
             ticket = cpu.submit([job], threads=2)
         print("submitted")
@@ -267,7 +267,7 @@ def test_the_interpreter_ends_well_with_jobs_in_flight(ending):
 def test_a_pool_that_goes_finishes_its_jobs():
     pool = _cpp_adam.Pool(2)
     job = piece()
-    ticket = pool.submit([cpu._addresses(*job)], keep_alive=job)
+    ticket = pool.submit([cpu._addresses(job)], keep_alive=job)
     del pool
     gc.collect()
     assert ticket.poll()

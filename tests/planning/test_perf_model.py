@@ -12,7 +12,7 @@ from itertools import pairwise
 import pytest
 
 from megatron_dos.planning import rivals
-from megatron_dos.planning.choice import choose
+from megatron_dos.planning.choice import More, choose
 from megatron_dos.planning.machine import Machine, preset, preset_names
 from megatron_dos.planning.model import (
     HostPath,
@@ -24,6 +24,7 @@ from megatron_dos.planning.model import (
     optimum,
     program_for,
 )
+from megatron_dos.planning.systems import RIVALS
 from megatron_dos.planning.workload import MemoryFitError, Workload, memory_fit
 from megatron_dos.program.schedule import OpKind, Placement, SubgroupShape, build_program
 
@@ -232,16 +233,16 @@ def test_shares_add_up_and_the_choice_explains_itself():
 
 def test_resident_states_are_advised_where_memory_is_free_for_them():
     work = Workload(parameters=2 * 10**9)
-    quarter, rest = "a quarter of the GPU's memory", "what is free of the GPU's memory"
-    for free, activations, name in ((60, 0, quarter), (60, 41, rest), (19, 0, rest)):
+    quarter, rest = More.QUARTER_RESIDENT, More.REST_RESIDENT
+    for free, activations, more in ((60, 0, quarter), (60, 41, rest), (19, 0, rest)):
         found = choose(
             preset("h100-pcie5"), work, free_gpu_memory=free * GB, activations=activations * GB, resident_share=0
         )
-        assert f"{name} for resident states" in found.helps
+        assert more in found.helps
         assert len(found.helps) == 4
     for taken in ({"activations": 59 * GB, "resident_share": 0}, {"resident_share": 1}):
         found = choose(preset("h100-pcie5"), work, free_gpu_memory=60 * GB, **taken)
-        assert not any("resident" in name for name in found.helps), "nothing is left, or to be gained"
+        assert not any(more.is_resident for more in found.helps), "nothing is left, or to be gained"
 
 
 def test_nothing_is_resident_unless_memory_is_said_to_be_free():
@@ -346,8 +347,8 @@ def test_closed_form_and_clock_agree_and_no_rival_is_faster(name):
         choice = optimum(machine, work, resident)
         chosen = clocked(machine, replace(work, threads=choice.threads), choice.host_share, resident)
         assert chosen.seconds <= 1.05 * exact.seconds, (case, work, choice, exact)
-        for rival, step in rivals.RIVALS.items():
-            seconds = step(machine, work, resident).makespan
+        for rival in RIVALS.values():
+            seconds = rivals.step_of(rival, machine, work, resident).makespan
             assert exact.seconds <= (1 + 1e-9) * seconds, (case, work, rival, exact, seconds)
 
 
