@@ -9,7 +9,7 @@ timeline of one step by that system's rules. What its CPU passes move, in bytes 
     HybridDeviceOptimizer                            28: Adam alone; FP32 grads come, FP32 params go
     SuperOffload                                     28: the same
 
-`memory_of` tells the memory that their states, grads and slots take; it knows them by their names in RIVALS.
+`memory_of` returns the memory of their states, grads and slots; it knows them by their names in RIVALS.
 `iteration` puts forward and backward passes before the step.
 """
 
