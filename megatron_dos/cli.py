@@ -24,17 +24,17 @@ _USER_ERRORS = (patching.PatchError, CommandError)
 
 _PATCH_HELP = """\
 Add deep optimizer states to a Megatron-LM checkout: an argument group, a check of the arguments, fields of
-OptimizerConfig, and the choice of the optimizer's class. Without --use-deep-optimizer-states the patched tree does
-what it did before.
+OptimizerConfig, and the choice of the optimizer's class. Without --use-deep-optimizer-states the patched tree behaves
+as before.
 
-All files are compared with the known version first, and are changed all or none. Patching twice is harmless, and a
-checkout that is patched in part, by a run that was killed, is finished.
+Every file is first compared with the known version; then either all of them are changed or none is. Patching twice is
+harmless. If a killed run left a checkout patched in part, patching finishes it.
 Known Megatron core versions: {versions}.
 
 Training with a patched checkout imports megatron_dos: keep this package installed, or unpatch first."""
 
 _UNPATCH_HELP = """\
-Take the patch back: each file has its former bytes again. Harmless for a checkout that is not patched, and mends
+Take the patch back and restore the former bytes of each file. This is harmless for an unpatched checkout, and repairs
 one that is patched in part."""
 
 

@@ -240,7 +240,8 @@ def announce(setup: Setup, given: DosOptions) -> None:
     if torch.distributed.get_rank() == 0:
         on_gpu = f"one subgroup in {options.stride}" if options.stride else f"{float(1 - options.host_share):.0%}"
         resident = resident_parameters(subgroups, options)
-        on_device = f", GPU memory {gib(BYTES_PER_PARAMETER * resident, 3)} for {resident:,} of them" if resident else ""
+        on_gpu_memory = gib(BYTES_PER_PARAMETER * resident, 3)
+        on_device = f", GPU memory {on_gpu_memory} for {resident:,} of them" if resident else ""
         early = (
             f"; grads of {plural(options.early_slots, 'subgroup')} sent in the backward pass"
             if options.early_slots

@@ -208,7 +208,7 @@ def main() -> None:
             sample()  # touches memory, compiles kernels, wakes clocks
             answer(ready=True)
             answer(**_measure(sample, **json.loads(sys.stdin.readline())))
-    except Exception as error:  # the parent tells the user
+    except Exception as error:  # the parent reports it
         answer(error=f"{type(error).__name__}: {error}")
         sys.exit(1)
 

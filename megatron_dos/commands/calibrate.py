@@ -32,16 +32,16 @@ from megatron_dos.words import gib, plural
 __all__ = ["Ranks", "add", "measure", "run", "sizes_for"]
 
 _HELP = """\
-Measure how fast this machine's lanes are: the fused update on the CPU, host memory, and where there is a GPU the link
-in both directions and the update on it. One process a rank measures, all at once, as they will train. It takes about a
-minute. Runs on this machine then begin with the share that is best at these rates, instead of a half.
+Measure how fast this machine's lanes are: the fused update on the CPU, host memory, and with a GPU the link in both
+directions and the update on it. One process a rank measures, all at once, as in a training. This takes about a minute.
+Runs on this machine then begin with the best share at these rates, instead of half.
 
 The result is kept below $XDG_CACHE_HOME (else ~/.cache), one file a node, and used while processor, allowed CPUs,
-memory, GPU, driver and version of megatron-dos stay the same; so is it found by a second calibrate, which then measures
+memory, GPU, driver and version of megatron-dos stay the same. Until then a second calibrate finds it and measures
 nothing. Each rank of a job may call this: one measures, the others wait for it. Let nothing else run meanwhile.
 
-What cannot be measured, as without a GPU, is taken from a preset, and the table says so for each value; plan and
-simulate take such a machine only where --machine names its file."""
+Values that cannot be measured, as without a GPU, come from a preset, and the table marks each of them; plan and
+simulate use such a machine only if --machine names its file."""
 
 _PRESET = "h100-pcie5"
 _BYTES_PER_RANK = 48  # a parameter: update, its single-thread part, copies and room to spare
@@ -61,10 +61,10 @@ def add(commands: Any) -> None:
         "--threads", type=int, default=0, metavar="N", help="CPU threads of a rank; default: its share of the CPUs"
     )
     parser.add_argument(
-        "--preset", default=_PRESET, metavar="NAME", help="where values that cannot be measured are from (%(default)s)"
+        "--preset", default=_PRESET, metavar="NAME", help="source of values that cannot be measured (%(default)s)"
     )
     parser.add_argument("--seconds", type=float, default=2.0, metavar="S", help="for each of the rates (%(default)s)")
-    parser.add_argument("--again", action="store_true", help="measure although there is a result for this machine")
+    parser.add_argument("--again", action="store_true", help="measure again even if there is a result for this machine")
     parser.add_argument("--output", metavar="FILE", help="write the machine to this file, too; for --machine FILE")
     parser.add_argument("--json", action="store_true", help="print the machine as JSON instead of a table")
     parser.set_defaults(run=run)
@@ -236,7 +236,7 @@ class Ranks:
 
     def _tell(self, request: Mapping[str, Any], processes: Sequence[subprocess.Popen[str]]) -> None:
         for process in processes:
-            with contextlib.suppress(BrokenPipeError):  # its answer tells
+            with contextlib.suppress(BrokenPipeError):  # its answer reports that
                 process.stdin.write(json.dumps(request) + "\n")
                 process.stdin.flush()
 
@@ -310,7 +310,7 @@ def _machine(
             take(f"{direction}_alone", total(direction, direction) / ranks, when)
             take(f"{direction}_together", total("both", direction) / ranks, f"{when}, both directions")
         take("gpus", about["gpus"], "counted: GPUs that are visible here")
-        take("gpu_memory", about["gpu_memory"], "told by the driver")
+        take("gpu_memory", about["gpu_memory"], "reported by the driver")
         take("gpu_update", total("gpu_update") / ranks, when)
         take("copy_latency", total("launch", "seconds") / ranks, f"{when}: a copy of 256 bytes and an event")
         take("h2d_pageable", total("pageable") / ranks, f"{when}, from ordinary memory")

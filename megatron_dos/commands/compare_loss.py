@@ -22,17 +22,16 @@ __all__ = ["Log", "add", "read_log", "run"]
 
 _TOLERANCE = 5e-3
 _HELP = """\
-Compare what Megatron has logged in two trainings: for each figure of its log lines the largest difference, absolute and
-relative to A, and the first iteration where it differs. Lines of other ranks, colours and prefixes are passed over.
+Compare Megatron's logs of two trainings: for each figure of the log lines, show the largest difference, absolute and
+relative to A, and the first iteration where it differs. Lines of other ranks, colours and prefixes are ignored.
 Times and rates are not compared. Megatron logs an average over the iterations since its last line, and the second line
-of each run takes in the first: losses that are averages over different iterations are left out, and counted.
+of each run includes the first iteration: losses that average different iterations are left out, and counted.
 
-A loss is within the tolerance where it differs by at most that part of A's. Megatron prints no loss that is negative or
-not a number: one that only one of the logs has is a difference beyond any tolerance, and so are other numbers of
-skipped or nan iterations. Other figures, such as the grad norm, are shown and not judged, nor are iterations that only
-one of the logs has.
+A loss is within the tolerance if it differs by at most that part of A's. Megatron omits a loss that is negative or not
+a number: a loss in only one of the logs is beyond any tolerance, and so is another number of skipped or nan iterations.
+Other figures, such as the grad norm, and iterations in only one of the logs are shown but not judged.
 
-Exit status: 0 within the tolerance, 1 not, 2 where the logs cannot be compared or the options make no sense."""
+Exit status: 0 within the tolerance, 1 beyond it, 2 if the logs cannot be compared or the options make no sense."""
 
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _RECORD = re.compile(r"iteration\s+(\d+)/\s*\d+\s*\|")

@@ -28,12 +28,12 @@ from megatron_dos.words import gib, plural
 __all__ = ["Finding", "add", "examine", "run"]
 
 _HELP = """\
-Show what this machine has for training with deep optimizer states: versions, the CPU kernel and its threads, memory,
+Show this machine's fitness for training with deep optimizer states: versions, the CPU kernel and its threads, memory,
 GPUs, optional packages, and whether a Megatron-LM checkout is patched. Nothing is changed or measured.
 
-Each finding that is not ok names the way out after an arrow, and the last line is the verdict.
+Each finding that is not ok names a remedy after an arrow, and the last line is the verdict.
 
-Exit status: 0 when training can run here, 1 when something is missing."""
+Exit status: 0 if training can run here, 1 if something is missing."""
 
 
 
@@ -70,13 +70,13 @@ class Finding:
 
     def __post_init__(self) -> None:
         if self.state != OK and not self.way_out:
-            raise ValueError(f"{self.subject}: what is not {OK} needs a way out")
+            raise ValueError(f"{self.subject}: a finding other than {OK} needs a remedy")
 
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="show what this machine has, and what is missing for training",
+        help="show this machine's equipment, and the missing pieces for training",
         description=_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -101,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _lines(finding: Finding, width: int) -> str:
-    """A finding on the page, its text and its way out in a column to the right of subjects of `width`."""
+    """A finding on the page, its text and its remedy in a column to the right of subjects of `width`."""
     margin = " " * (width + 11)
     lines = hanging(finding.text, f"{finding.state:7}  {finding.subject:{width}}  ", margin)
     return lines + (f"\n{hanging(finding.way_out, f'{margin}-> ', f'{margin}   ')}" if finding.way_out else "")
@@ -248,7 +248,7 @@ def _calibration() -> Finding:
     try:
         known = calibration.cached_machine()
     except Exception as error:  # no torch, or a driver that does not answer: reported above
-        way_out = "mend what is missing above, then run megatron-dos calibrate"
+        way_out = "add the missing pieces named above, then run megatron-dos calibrate"
         return Finding("calibration", NOTE, f"cannot be looked up: {error}", way_out)
     if known is None:
         text = "this machine has not been measured; runs begin with half on each side"

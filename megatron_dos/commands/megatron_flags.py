@@ -35,10 +35,10 @@ _SIZES = (
     *("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"),
     "--expert-tensor-parallel-size",
 )
-"""Flags with a number for which Megatron has no default, or one that depends on others."""
+"""Flags with a number without a default in Megatron, or with one that depends on other flags."""
 _VOCABULARIES = {"GPT2BPETokenizer": 50257}
 _NOT_USED = ("dos_gpu_kernel", "dos_trace_dir", "dos_trace_steps")
-"""Options of deep optimizer states that an estimate makes nothing of."""
+"""Options of deep optimizer states that an estimate ignores."""
 
 
 @dataclass(frozen=True, kw_only=True)

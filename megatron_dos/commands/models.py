@@ -320,7 +320,7 @@ KNOWN_MODELS: dict[str, KnownModel] = {
 
 
 def moe_pattern(frequency: int | Sequence[int], num_layers: int) -> tuple[bool, ...]:
-    """Which layers have experts, from --moe-layer-freq: every so-manieth from the first on, or 0 and 1 for each.
+    """Which layers have experts, from --moe-layer-freq: every N-th, starting with the first, or 0 and 1 for each.
 
     Raises:
         CommandError: there is not one value for each layer.

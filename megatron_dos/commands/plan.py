@@ -28,17 +28,17 @@ __all__ = ["add", "run"]
 _SPARE = 0.1
 """Part of a GPU's memory that no advice fills: CUDA's own, communication buffers, fragments. An estimate."""
 _WORTH_IT = 0.95
-"""Advice makes the update shorter than this part of itself, or it is none."""
+"""Advice is given only if it makes the update shorter than this part of its time."""
 
 _HELP = """\
-Say what training a model with deep optimizer states takes on a machine: parameters, memory of each rank with and
-without, seconds of the update and of an iteration for each way to update, the share that is best, what limits it and
-what would help. Nothing runs on a GPU: times are those of the virtual clock with the machine's rates, without the
+Show the cost of training a model with deep optimizer states on a machine: parameters, memory of each rank with and
+without them, seconds of the update and of an iteration for each way to update, the best share, its limit and possible
+improvements. Nothing runs on a GPU: times come from the virtual clock with the machine's rates, and leave out the
 communication of parallel groups; activations are an estimate.
 
 --model takes a name, or a file of Megatron's flags: a shell script, plain text or YAML (needs PyYAML). Its --dos-*
-flags count, those that training would refuse are told with the way out, and so are those that are not used here. Flags
-of Megatron and --dos-* flags given here count more than the file's.
+flags are honoured. Flags that training would refuse are reported with a remedy, and ignored flags are listed. Megatron
+and --dos-* flags given on this command line override the file's.
 
 {models}"""
 
@@ -199,7 +199,7 @@ def _plan(scenario: Scenario) -> dict[str, Any]:
 
 
 def _or_narrower_grads(scenario: Scenario) -> str:
-    """A further way out of params and grads that do not fit, where it is one."""
+    """A further remedy for params and grads that do not fit, if there is one."""
     way_out = scenario.job.training.narrower_grads
     would_fit = scenario.params + scenario.grads / 2 < scenario.machine.gpu_memory
     return f", or give {way_out}" if way_out and would_fit else ""

@@ -38,11 +38,11 @@ _HELP = """\
 Run forward pass, backward pass and update of one rank on the virtual clock, for deep optimizer states and for the
 programs of other systems, with the rates of a machine. Prints a table; with --out, writes
 
-  iteration.png        the lanes of every program: what runs when, and how busy each lane is (needs matplotlib, without
-                       which there is none)
+  iteration.png        the lanes of every program: when each operation runs, and how busy each lane is (needs
+                       matplotlib; omitted without it)
   iteration.trace.json the same for https://ui.perfetto.dev, a row a lane
 
-The communication of parallel groups is not simulated, nor is memory checked: `megatron-dos plan` does that.
+The communication of parallel groups is not simulated, and memory is not checked: `megatron-dos plan` checks memory.
 
 {programs}"""
 
@@ -75,9 +75,9 @@ def add(commands: Any) -> None:
         help=f"which to run, or all (default: {' '.join(_DEFAULT)})",
     )
     parser.add_argument(
-        "--share", type=float, metavar="SHARE", help="of ours: what the GPU updates of what is not resident"
+        "--share", type=float, metavar="SHARE", help="for ours: the GPU's share of the parameters that are not resident"
     )
-    parser.add_argument("--stride", type=int, metavar="K", help="of ours: update one subgroup in K on the GPU instead")
+    parser.add_argument("--stride", type=int, metavar="K", help="for ours: update one subgroup in K on the GPU instead")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write the picture and the trace there")
     parser.add_argument("--overwrite", action="store_true", help="replace files of an earlier run in that folder")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -154,7 +154,7 @@ def _ours_as_asked(scenario: Scenario, options: argparse.Namespace, resident: Fr
     from megatron_dos.planning.model import on_the_clock, program_for
 
     gpu = _asked(scenario, options)
-    # Whether it fits is what `plan` tells: here memory has no end.
+    # `plan` reports whether it fits: here memory is unlimited.
     machine = replace(scenario.machine, gpu_memory=1e18, host_memory=1e18)
     choice = choose(machine, scenario.work, resident_share=resident, **gpu)
     work = replace(scenario.work, threads=choice.threads)

@@ -22,7 +22,7 @@ from megatron_dos.node.threads import cpus_for, default_threads
 
 __all__ = ["Operands", "Ticket", "adamw", "adamw_pieces", "describe", "pool", "submit", "summary"]
 
-# `wait()` blocks until the job is done, `poll()` tells whether it is. A ticket keeps the job's tensors alive; dropping
+# `wait()` blocks until the job is done, `poll()` says whether it is. A ticket keeps the job's tensors alive; dropping
 # it waits for the job.
 Ticket = _cpp_adam.Ticket
 

@@ -40,7 +40,7 @@ def select(name: str, device: torch.device, threads: int = 0) -> DeviceKernel:
 
     Raises:
         ValueError: unknown name, or a library that has no kernel for host memory.
-        RuntimeError: the library is not installed. Both name --dos-gpu-kernel and the way out.
+        RuntimeError: the library is not installed. Both name --dos-gpu-kernel and a remedy.
     """
     if name not in NAMES:
         raise ValueError(f"--dos-gpu-kernel {name}: must be one of {', '.join(NAMES)}")

@@ -5,7 +5,7 @@ They round in their own ways (fused multiply-adds, 1 - beta taken from the float
 on which subgroups were updated on the GPU, if only in the last bits. That is said once in the log.
 
 [Note: Without bias correction]
-A kernel is told no step number here, because the step's scalars hold the corrections already. With r =
+A kernel is given no step number here, because the step's scalars hold the corrections already. With r =
 rsqrt_bias_correction2,
     p * decay - step_size * m / (sqrt(v) * r + eps)  =  p * decay - (step_size / r) * m / (sqrt(v) + eps / r),
 which is an uncorrected Adam whose learning rate is step_size / r and whose eps is eps / r.

@@ -2,7 +2,7 @@
 """The specification of the update, in numpy: every other backend gives the same bits.
 
 numpy's float32 `*`, `+`, `-`, `/` and `sqrt` are IEEE-754, rounded to nearest even, one at a time. Arrays are float32
-or float16; bfloat16, which numpy lacks, is told by dtype uint16 and holds the 16 bits.
+or float16; bfloat16, which numpy lacks, is given as dtype uint16 and holds the 16 bits.
 """
 
 from __future__ import annotations

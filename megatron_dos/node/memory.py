@@ -49,7 +49,7 @@ def require_host_memory(needed: int) -> None:
         needed: bytes of states and staging of this rank; other ranks of the node are taken to need as much.
 
     Raises:
-        HostMemoryError: the need exceeds what is available.
+        HostMemoryError: the need exceeds the available memory.
     """
     ranks = ranks_on_node()
     if gpu.in_use():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who the ranks of this machine are: what they told one another, or else what the launcher's environment says.
+"""Who the ranks of this machine are: what they exchanged, or else what the launcher's environment says.
 
 [Note: ranks meet at the store] Launchers differ in what they say: some bind each rank to CPUs of its own, some set no
 LOCAL_WORLD_SIZE. So each rank puts what the others have to know into the key-value store through which
@@ -66,7 +66,7 @@ _meetings = 0
 
 
 def current() -> Node:
-    """The ranks of this machine as they have met, else as the environment tells.
+    """The ranks of this machine as they have met, else according to the environment.
 
     Raises:
         ValueError: a launcher's environment variable makes no sense.

@@ -22,7 +22,7 @@ __all__ = ["release", "reserve"]
 
 
 def reserve(needed: int, available: Callable[[], int]) -> int:
-    """Promise `needed` bytes to this process, unless that would exceed what is available.
+    """Promise `needed` bytes to this process, unless that would exceed the available memory.
 
     Args:
         needed: bytes.

@@ -25,7 +25,7 @@ def physical_cores() -> int:
     for cpu in os.sched_getaffinity(0):
         try:
             cores.add(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text())
-        except OSError:  # not told, as in some virtual machines
+        except OSError:  # not reported, as in some virtual machines
             cores.add(str(cpu))
     return len(cores)
 

@@ -34,8 +34,8 @@ from megatron_dos.update.engine import UpdateEngine
 
 __all__ = ["StepMonitor"]
 
-FIRST = 20  # steps that are measured, all of them
-EVERY = 10  # after which every so many-th is
+FIRST = 20  # steps at the beginning that are all measured
+EVERY = 10  # then every tenth step is measured
 
 
 @dataclass
@@ -59,8 +59,8 @@ class StepMonitor:
         costs: kind of operation -> seconds a parameter, as far as they are known of this machine.
         tunes: whether the CPU's share is to be found.
         rank: of this process, for the names of files.
-        announces: whether this rank tells what is chosen.
-        label: tells several optimizers of one process apart.
+        announces: whether this rank prints the choice.
+        label: distinguishes several optimizers of one process.
 
     Raises:
         UnsupportedOptionError: the folder for traces cannot be written to.
@@ -224,7 +224,7 @@ def _is_logged(here: Training | None, iteration: int | None) -> bool:
 
 
 def _is_profiled(here: Training | None, iteration: int | None) -> bool:
-    """Whether Megatron's own profiler flags (--profile and its like) cover this iteration on this rank."""
+    """Whether Megatron's own profiler flags (--profile and related ones) cover this iteration on this rank."""
     args = here.args if here else None
     return (
         iteration is not None

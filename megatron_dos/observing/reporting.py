@@ -64,7 +64,7 @@ def report(figures: StepFigures, iteration: int, here: Training, label: str = ""
         figures: of the step.
         iteration: Megatron's number of it.
         here: where to.
-        label: tells several optimizers of one model apart.
+        label: distinguishes several optimizers of one model.
     """
     if here.tensorboard is not None or here.wandb is not None:
         values = scalars(figures, label)

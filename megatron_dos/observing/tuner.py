@@ -43,13 +43,13 @@ from megatron_dos.program.timeline import FULL_DUPLEX
 __all__ = ["START_SHARE", "Decision", "FirstChoice", "ShareTuner", "first_choice"]
 
 START_SHARE = Fraction(1, 2)
-"""The CPU's share of the first steps where nothing is known of the machine: all lanes work, so all are measured."""
+"""The CPU's share of the first steps on an unknown machine: all lanes work, so all are measured."""
 
 SURPRISING = 1.5  # times as long as the steps before, see [Note: warming up]
 WORTH_IT = 0.02  # a predicted gain below this part of the step is none
 CONTENDED = 1.08  # operations that take longer than with another share by more than this factor hinder one another
 DRIFTED = 0.10  # steps that take this part more or less than before are another situation
-RECENT = 5  # steps of which a drift is told
+RECENT = 5  # steps from which a drift is seen
 ENOUGH = 2  # steps with one share before it is settled on
 HOPE = 1.5  # how much faster than it was ever seen a copy may be alone
 MOST_MOVES = 6
@@ -88,7 +88,7 @@ class FirstChoice:
 
 
 def first_choice(machine: Machine | None, work: Workload, resident_share: Fraction = Fraction(0)) -> FirstChoice:
-    """The share to begin with: the best of the performance model if the machine has been measured, else a half.
+    """The share to begin with: the best of the performance model if the machine has been measured, else half.
 
     Args:
         machine: what `megatron-dos calibrate` has measured on this node, if it has.

@@ -19,7 +19,7 @@ AUTOMATIC_EARLY_SLOTS = 4
 
 
 class UnsupportedOptionError(ValueError, Refusal):
-    """An option that deep optimizer states cannot honour; the message names the flags and the way out."""
+    """An option that deep optimizer states cannot honour; the message names the flags and a remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,54 +38,54 @@ class DosOptions:
     """Parameters per subgroup of the deep optimizer states. 0 chooses the size automatically."""
 
     dos_cpu_threads: int = field(default=0, metadata={"metavar": "THREADS", "maximum": 2**16})
-    """Threads with which this rank updates its subgroups on the CPU. 0 takes this rank's share of the cores
-    that it may use: those of its affinity mask, divided by the ranks that share them and capped by CPU quotas."""
+    """Number of threads that update this rank's subgroups on the CPU. 0 takes this rank's share of its allowed cores:
+    the cores of its affinity mask, divided among the ranks that share them and capped by CPU quotas."""
 
     dos_gpu_share: float = field(default=-1.0, metadata={"metavar": "SHARE"})
     """Share of the parameters, 0 to 1, whose states are streamed through the GPU and updated there; the CPU updates
-    the others at the same time. It is a share of those whose states are in host memory. The result is the same to the
-    bit for every share. -1 chooses it automatically: nothing where there is no GPU, else what the measured rates of
-    `megatron-dos calibrate` suggest, or half; then the first steps are measured, and the share is moved."""
+    the others at the same time. Parameters with states resident in GPU memory do not count. The result is the same to
+    the bit for every share. -1 (automatic) is 0 without a GPU. Otherwise the first steps use the share suggested by
+    `megatron-dos calibrate`, or half if it has not been run, and the share is then adjusted from their timings."""
 
     dos_update_stride: int = field(default=0, metadata={"metavar": "K", "maximum": 2**20})
     """Update one subgroup in K on the GPU, as in the published system, instead of a share. 0 is off."""
 
     dos_gpu_kernel: str = field(default="auto", metadata={"choices": ("auto", "triton", "te", "apex", "torch")})
-    """Kernel of the updates on the GPU: triton, or auto, which does without Triton where that is missing; both give
-    the bits of the CPU kernel. te (Transformer Engine), apex and torch round in their own way."""
+    """Kernel of the updates on the GPU: triton, or auto, which works without Triton if that is missing; both give the
+    bits of the CPU kernel. te (Transformer Engine), apex and torch round in their own way."""
 
     dos_grad_transfer: str = field(default="fp32", metadata={"choices": ("fp32", "model")})
     """How gradients go to the CPU: fp32 converts them on the GPU, model sends them in their own dtype and converts
     them inside the CPU update. The result is the same to the bit."""
 
     dos_resident_share: float = field(default=0.0, metadata={"metavar": "SHARE", "automatic": False})
-    """Share of the parameters, 0 to 1, whose states stay in GPU memory, 12 bytes for each, instead of host memory. They
-    are updated there, without any copies. The result is the same to the bit for every share."""
+    """Share of the parameters, 0 to 1, whose states stay in GPU memory, 12 bytes for each, instead of host memory. The
+    GPU updates them without any copies. The result is the same to the bit for every share."""
 
     dos_overlap_grad_d2h: str = field(default="auto", metadata={"choices": ("auto", "on", "off")})
-    """Send gradients to the CPU in the backward pass, each bucket as soon as it is reduced. The norm, the check for
-    infinities and clipping come before any update, as ever, and the result is the same to the bit, but for the last
-    bits of a norm that Transformer Engine or Apex computes. Needs --overlap-grad-reduce; auto does it where that is on
-    and there is a GPU, but not with CUDA_DEVICE_MAX_CONNECTIONS=1, TORCH_NCCL_BLOCKING_WAIT=1 or
-    --log-num-zeros-in-grad. Gradients that a training loop edits in place before the step are sent again; torch does
-    not count writes through .data, NumPy, raw pointers, collectives or CUDA graphs: code that writes so needs
-    torch.autograd.graph.increment_version(param.main_grad) after it, or off."""
+    """Send gradients to the CPU in the backward pass, each bucket as soon as it is reduced. As usual, the norm, the
+    check for infinities and clipping come before any update. The result is the same to the bit, except for the last
+    bits of a norm that Transformer Engine or Apex computes. Needs --overlap-grad-reduce; with that flag and a GPU,
+    auto is on, but not with CUDA_DEVICE_MAX_CONNECTIONS=1, TORCH_NCCL_BLOCKING_WAIT=1 or --log-num-zeros-in-grad.
+    Gradients that a training loop edits in place before the step are sent again. Torch does not count writes through
+    .data, NumPy, raw pointers, collectives or CUDA graphs: call
+    torch.autograd.graph.increment_version(param.main_grad) after such a write, or choose off."""
 
     dos_early_grad_slots: int = field(default=0, metadata={"metavar": "SUBGROUPS", "maximum": 2**16})
     """Number of subgroups whose gradients may be sent in the backward pass: each takes host memory of at most 4 bytes
     for each parameter of the largest subgroup. 0 chooses the number automatically."""
 
     dos_trace_dir: str = field(default="", metadata={"metavar": "FOLDER"})
-    """Write traces of when each operation of some optimizer steps ran into this folder, a file for each rank and step.
+    """Folder for traces of some optimizer steps, one file for each rank and step. They show when each operation ran;
     Perfetto (ui.perfetto.dev) and chrome://tracing open them."""
 
     dos_trace_steps: str = field(default="5-7", metadata={"metavar": "STEPS"})
-    """Which optimizer steps to trace, like 5-7 or 3,10,20-22, counted as the optimizer counts them: steps that are
-    skipped have no number. Only with --dos-trace-dir."""
+    """Optimizer steps to trace, such as 5-7 or 3,10,20-22. The optimizer's own count applies: skipped steps have no
+    number. Only with --dos-trace-dir."""
 
     async_save: bool = field(default=False, metadata={"of_megatron": True})
-    """Megatron's --async-save, which its optimizer has to know of here: the states then have to fit into the shared
-    memory of the node once more while they are written."""
+    """Megatron's --async-save. The optimizer needs to know it: while the states are written, they have to fit into the
+    shared memory of the node once more."""
 
     def __post_init__(self) -> None:
         for option in dataclasses.fields(self):

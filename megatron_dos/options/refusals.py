@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of Megatron that cannot work with this optimizer: one table, each row with its reason and the way out."""
+"""Settings of Megatron that cannot work with this optimizer: one table, each row with its reason and a remedy."""
 
 from __future__ import annotations
 

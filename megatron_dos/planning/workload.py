@@ -136,7 +136,7 @@ def memory_fit(
         free_host_memory: bytes that are free on the node before the states are made; None for all of it.
 
     Raises:
-        MemoryFitError: it does not fit; the message says what is needed and what is there.
+        MemoryFitError: it does not fit; the message gives the needed and the available memory.
     """
     memory = memory_needed(work, Fraction(resident_share), streamed, Fraction(host_share))
     for shortage in (
@@ -161,7 +161,7 @@ def memory_fit(
 
 
 def memory_needed(work: Workload, resident: Fraction, streamed: bool, host_share: Fraction) -> Memory:
-    """What `memory_fit` compares with what is free; its arguments are told there."""
+    """Memory that the update needs. `memory_fit` documents the arguments."""
     largest = max(work.subgroups)
     on_gpu = work.device_slots * BYTES_PER_PARAMETER * largest if streamed and resident < 1 else 0
     if work.casts and host_share and not work.early_grads:

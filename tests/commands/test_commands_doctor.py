@@ -68,7 +68,7 @@ def test_every_line_that_is_not_well_names_a_way_out(no_gpu, monkeypatch, tmp_pa
     for finding in findings(str(tmp_path)).values():
         assert finding.state == doctor.OK or finding.way_out
     for state in (doctor.NOTE, doctor.MISSING):
-        with pytest.raises(ValueError, match="needs a way out"):
+        with pytest.raises(ValueError, match="needs a remedy"):
             doctor.Finding("subject", state, "text")
     monkeypatch.setattr(calibration, "cached_machine", lambda: 1 / 0)
     assert findings()["calibration"].way_out
