@@ -101,7 +101,7 @@ def test_version(capsys):
     ("arguments", "words"),
     [
         (["--help"], ["patch", "unpatch"]),
-        (["patch", "--help"], ["0.19.2", "all or none", "keep this package installed"]),
+        (["patch", "--help"], ["0.19.2", "all of them are changed or none is", "keep this package installed"]),
         (["unpatch", "--help"], ["former bytes"]),
         (["check", "--help"], ["--dry-run", "--budget", "--stages", "--parameters", "one_connection"]),
     ],
