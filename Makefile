@@ -11,7 +11,7 @@ VENV := $(CURDIR)/.venv
 RUN := PATH="$(VENV)/bin:$$PATH" $(VENV)/bin/python
 TESTS ?=
 
-.PHONY: help setup demo test test-fast race-check soak lint readme reproduce bench-adam bench-step clean distclean
+.PHONY: help setup demo test test-fast race-check soak lint readme picture reproduce bench-adam bench-step clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -39,6 +39,9 @@ lint: setup ## check the Python code with ruff
 
 readme: setup ## write the tables of README.md and docs/ anew from the code
 	@$(RUN) scripts/readme_tables.py
+
+picture: setup ## draw the rooms of the package and their imports into docs/architecture.svg anew
+	@$(RUN) scripts/architecture_picture.py
 
 reproduce: setup ## compare the published measurements with the performance model, write the tables of docs/performance.md
 	@$(RUN) scripts/reproduce.py

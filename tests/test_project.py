@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
+import architecture_picture
+import package_imports
 import pytest
 import readme_tables
+from package_imports import imported_modules, room_of
 from repository import ROOT
 
 PACKAGE = ROOT / "megatron_dos"
@@ -56,25 +57,8 @@ KNOWS_NO_MEGATRON = tuple(part for part in LAYERS if part not in ("adapter", "ch
 KNOWS_NO_TORCH = ("program", "options", "planning", "arguments", "files", "words", "version", "supported")
 
 
-def imported_modules(path: Path) -> Iterator[str]:
-    """Full names of all modules that the file imports, also inside functions."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path.relative_to(ROOT)}:{node.lineno} imports relatively"
-            yield node.module
-            # `from megatron_dos import engine` imports a module, too.
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def part_of(path: Path) -> str:
-    """'kernels' for megatron_dos/kernels/cpu.py, 'engine' for megatron_dos/update/engine.py."""
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-
-
 def files_of(part: str) -> list[Path]:
-    files = [path for path in sorted(PACKAGE.rglob("*.py")) if part_of(path) == part]
+    files = [path for path in sorted(PACKAGE.rglob("*.py")) if room_of(path) == part]
     assert files, f"megatron_dos has no {part}: correct the table of this test"
     return files
 
@@ -82,11 +66,24 @@ def files_of(part: str) -> list[Path]:
 class TestImports:
     @pytest.mark.parametrize("part", LAYERS)
     def test_lower_parts_import_no_higher_ones(self, part):
-        known = {part_of(path) for path in PACKAGE.rglob("*.py")}
+        known = {room_of(path) for path in PACKAGE.rglob("*.py")}
         for path in files_of(part):
             ours = {name.split(".")[1] for name in imported_modules(path) if name.startswith("megatron_dos.")}
             above = (ours & known) - LAYERS[part] - {part}
             assert not above, f"{path.relative_to(ROOT)} imports megatron_dos.{', '.join(sorted(above))}"
+
+    def test_no_two_files_import_each_other(self):
+        assert package_imports.circles(package_imports.files_between()) == []
+        assert package_imports.circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+
+    def test_the_picture_is_that_of_the_code(self):
+        picture = (ROOT / "docs" / "architecture.svg").read_text(encoding="utf-8")
+        assert picture == architecture_picture.drawn(), "out of date: run `make picture`, commit"
+
+    def test_no_file_is_long(self):
+        lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in PACKAGE.rglob("*.py")}
+        assert {str(path): length for path, length in lengths.items() if length >= 500} == {}
+        assert lengths[PACKAGE / "optimizer.py"] < 400
 
     @pytest.mark.parametrize("part", KNOWS_NO_MEGATRON)
     def test_only_the_hooks_know_megatron(self, part):

@@ -493,8 +493,3 @@ def _can_send_early(args: argparse.Namespace) -> bool:
     if args.dos_overlap_grad_d2h == "off" or (args.dos_overlap_grad_d2h == "auto" and args.log_num_zeros_in_grad):
         return False
     return can_send_grads_early(args)
-
-
-# --- Files
-
-
