@@ -114,7 +114,7 @@ def read_job(model: str, overrides: Sequence[str]) -> Job:
         )
     notes = []
     if repeated := _repeated(given):
-        notes.append(f"given more than once, of which the last counts: {', '.join(repeated)}")
+        notes.append(f"given more than once, so the last one applies: {', '.join(repeated)}")
     settings = _settings(args, f"--model {model}")
     if known is None and not in_file.use_deep_optimizer_states:
         notes.append(

@@ -95,8 +95,8 @@ def _plan(scenario: Scenario) -> dict[str, Any]:
     free = machine.gpu_memory - scenario.params - scenario.grads
     if free <= 0:
         raise CommandError(
-            f"{scenario.name}: params and grads of a rank need {gib(scenario.params + scenario.grads)}, and a GPU of "
-            f"{machine.name} has {gib(machine.gpu_memory)}: divide the model, with more --tensor-parallel or "
+            f"{scenario.name}: params and gradients of a rank need {gib(scenario.params + scenario.grads)}, and a GPU "
+            f"of {machine.name} has {gib(machine.gpu_memory)}: divide the model, with more --tensor-parallel or "
             f"--pipeline-parallel{_or_narrower_grads(scenario)}"
         )
     try:
@@ -259,7 +259,7 @@ def _page(scenario: Scenario, plan: dict[str, Any]) -> str:
         f"{scenario.name}: {scenario.parameters:,} parameters ({scenario.job.source})\n"
         f"{plural(layout.gpus, 'GPU')}, {plan['layout']['ranks_per_node']} a node; parallel: {', '.join(groups)}\n"
         f"global batch {training['global_batch']} x sequence {training['sequence']}, micro-batches "
-        f"{training['micro_batches']} of {training['micro_batch']}, recompute {training['recompute']}, grads of "
+        f"{training['micro_batches']} of {training['micro_batch']}, recompute {training['recompute']}, gradients of "
         f"{8 * training['grad_bytes']} bits\n"
         f"machine: {scenario.machine_name}\n"
         f"each rank: {short(scenario.stage.parameters)} parameters, states of {short(scenario.stage.owned)}, in "
@@ -286,7 +286,7 @@ def _what_to_type(plan: dict[str, Any]) -> str:
     text = wrapped(f"{start}: {' '.join(flags)}")
     if plan["advised_resident_share"]:
         text += "\n" + wrapped(
-            "  --dos-resident-share is what the estimate of activations leaves room for: less where memory runs out"
+            "  --dos-resident-share fills the room left by the estimate of activations: lower it if memory runs out"
         )
     return text
 

@@ -129,12 +129,12 @@ def add_machine_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--grad-transfer",
         choices=("fp32", "model"),
-        help="how grads go to the CPU, as --dos-grad-transfer; default: fp32",
+        help="how gradients go to the CPU, as --dos-grad-transfer; default: fp32",
     )
     parser.add_argument(
         "--early-grads",
         action="store_true",
-        help="send all grads of the CPU's subgroups in the backward pass, as with enough --dos-early-grad-slots",
+        help="send all gradients of the CPU's subgroups in the backward pass, as with enough --dos-early-grad-slots",
     )
     parser.add_argument(
         "--resident-share",
@@ -287,13 +287,13 @@ def _all_sent_early(settings: DosOptions, work: Workload, notes: list[str]) -> b
     if slots >= count:
         if settings.dos_overlap_grad_d2h == "auto":
             notes.append(
-                "--overlap-grad-reduce: all grads are counted as sent in the backward pass; training does so unless "
-                "CUDA_DEVICE_MAX_CONNECTIONS or TORCH_NCCL_BLOCKING_WAIT is 1"
+                "--overlap-grad-reduce: assumes that all gradients are sent in the backward pass, as in training "
+                "unless CUDA_DEVICE_MAX_CONNECTIONS or TORCH_NCCL_BLOCKING_WAIT is 1"
             )
         return True
     notes.append(
-        f"--overlap-grad-reduce: grads of {slots} of {plural(count, 'subgroup')} may be sent in the backward pass "
-        "(--dos-early-grad-slots); this estimate counts all of them in the update, or with --early-grads none"
+        f"--overlap-grad-reduce: gradients of {slots} of {plural(count, 'subgroup')} may be sent in the backward pass "
+        "(--dos-early-grad-slots); this estimate counts all of them in the update, or with --early-grads none of them"
     )
     return False
 

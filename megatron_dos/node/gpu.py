@@ -44,7 +44,7 @@ def _numa_node(index: int) -> tuple[int | None, str]:
     try:
         address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     except AttributeError:
-        return None, f"torch {torch.__version__} does not tell PCI addresses"
+        return None, f"torch {torch.__version__} does not report PCI addresses"
     path = Path(f"/sys/bus/pci/devices/{address}/numa_node")
     try:
         node = int(path.read_text())

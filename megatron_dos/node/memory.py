@@ -61,12 +61,12 @@ def require_host_memory(needed: int) -> None:
             f"--use-deep-optimizer-states needs {needed / 2**30:.2f} GiB of host memory for the optimizer states of "
             f"each rank, {needed * ranks / 2**30:.2f} GiB for the {plural(ranks, 'rank')} of this node, but only "
             f"{available / 2**30:.2f} GiB are available. Spread the states over more data-parallel ranks or nodes, "
-            "raise the memory limit of the container, or lower --dos-subgroup-size if the staging slots are what "
-            "does not fit."
+            "raise the memory limit of the container, or lower --dos-subgroup-size if the staging slots do not "
+            "fit."
         )
 
 
 def host_memory_taken() -> None:
-    """What `require_host_memory` has allowed is allocated: other ranks see it themselves from now on."""
+    """The memory granted by `require_host_memory` has been allocated; from now on other ranks see it as used."""
     if gpu.in_use():
         reservations.release()

@@ -199,7 +199,7 @@ def read_version(root: Path) -> str:
         }
         return f"{values['MAJOR']}.{values['MINOR']}.{values['PATCH']}{values.get('PRE_RELEASE', '')}"
     except (SyntaxError, ValueError, KeyError):
-        raise PatchError(f"{root / _PACKAGE_INFO} does not tell Megatron's version", "Is the tree damaged?") from None
+        raise PatchError(f"{root / _PACKAGE_INFO} does not state Megatron's version", "Is the tree damaged?") from None
 
 
 def _find_root(path: Path) -> Path:

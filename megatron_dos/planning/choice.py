@@ -38,7 +38,7 @@ class More(Enum):
     LINK = "twice the link"
     HOST_MEMORY = "twice the host memory rate"
     QUARTER_RESIDENT = "a quarter of the GPU's memory for resident states"
-    REST_RESIDENT = "what is free of the GPU's memory for resident states"
+    REST_RESIDENT = "the free part of the GPU's memory for resident states"
 
     @property
     def is_resident(self) -> bool:

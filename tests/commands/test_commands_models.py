@@ -194,7 +194,7 @@ torchrun --nproc_per_node 8 pretrain_gpt.py ${GPT_MODEL_ARGS[@]} $DATA_ARGS --bf
     def test_flag_with_two_values_is_noted(self, tmp_path):
         job = job_of(f"{SMALL} --num-layers 8", tmp_path)
         assert job.shape.num_layers == 8
-        assert "given more than once, of which the last counts: --num-layers" in job.notes
+        assert "given more than once, so the last one applies: --num-layers" in job.notes
 
     def test_fp16_on_the_command_line_replaces_the_bf16_of_a_known_model(self):
         assert read_job("13b", ["--fp16"]).training.grad_bytes == 2

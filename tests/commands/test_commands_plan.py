@@ -225,7 +225,7 @@ def test_states_that_exceed_the_nodes_memory_are_refused_with_numbers(capsys, tm
         (["--model", "13b", "--gpus", "3", "--tensor-parallel", "2"], "--gpus 3 cannot be divided"),
         (
             ["--model", "20b", "--machine", "rtx4090"],
-            "params and grads of a rank need 85.6 GiB, and a GPU of rtx4090 has",
+            "params and gradients of a rank need 85.6 GiB, and a GPU of rtx4090 has",
         ),
         (["--model", "13b", "--gpus", "1", "--tensor-parallel", "1", "--machine", "rtx4090"], "divide the model"),
         (
@@ -282,7 +282,7 @@ def test_a_job_that_needs_no_offloading_is_told_so(plan):
 def test_advice_keeps_to_the_memory_that_is_free(plan):
     helps = plan("plan", "--model", "13b", "--gpus", "8", "--machine", "h100-pcie5")["choice"]["step_seconds_with"]
     stock = 11_315_860_480 / 8 / preset("h100-pcie5").gpu_update
-    assert helps["what is free of the GPU's memory for resident states"] > 4 * stock
+    assert helps["the free part of the GPU's memory for resident states"] > 4 * stock
     assert not any("a quarter" in name for name in helps)
 
 
@@ -295,7 +295,7 @@ class TestAssumptions:
     def test_page_says_how_the_model_is_trained(self, capsys):
         assert cli.main([*ARGUMENTS, "--global-batch-size", "16", "--micro-batch-size", "2"]) == 0
         page = capsys.readouterr().out
-        assert "global batch 16 x sequence 2048, micro-batches 4 of 2, recompute full, grads of 32 bits" in page
+        assert "global batch 16 x sequence 2048, micro-batches 4 of 2, recompute full, gradients of 32 bits" in page
         assert "no --global-batch-size" not in page
 
     def test_batch_that_was_not_given_is_told_with_what_a_larger_one_does(self, plan):
@@ -407,7 +407,7 @@ class TestLaunch:
             of_script(f"{overlap} --dos-early-grad-slots 194"),
             of_script(overlap, "--early-grads"),
         )
-        assert any("grads of 4 of 194 subgroups may be sent" in note for note in few["notes"])
+        assert any("gradients of 4 of 194 subgroups may be sent" in note for note in few["notes"])
         assert not any("of 194 subgroups" in note for note in all_["notes"])
         assert all_["systems"] == early["systems"] != few["systems"]
         assert early["launch"] == ["--dos-early-grad-slots 194"]

@@ -157,7 +157,7 @@ class TestNearness:
         file.write_text("1\n")
         assert gpu._numa_node(0) == (1, "")
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace())
-        assert "does not tell PCI addresses" in gpu._numa_node(0)[1]
+        assert "does not report PCI addresses" in gpu._numa_node(0)[1]
 
 
 class TestOneThread:

@@ -211,7 +211,7 @@ class TestRefused:
     @pytest.mark.parametrize("content", [b"", b"MAJOR = \n", b"x = 1\n", b"\xff\xfe\x00"])
     def test_unreadable_version(self, call, tree, content):
         (tree / PACKAGE_INFO).write_bytes(content)
-        assert f"{PACKAGE_INFO} does not tell" in refusal(call, tree, tree)
+        assert f"{PACKAGE_INFO} does not state" in refusal(call, tree, tree)
 
     @pytest.mark.parametrize("target", TARGETS)
     def test_locally_changed_file_is_named_with_two_ways_out(self, call, tree, target):
