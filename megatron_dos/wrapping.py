@@ -21,7 +21,7 @@ MARK = "_wrapped_by_megatron_dos"
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _undos: list[Callable[[], None]] = []
-_users: weakref.WeakSet[Any] = weakref.WeakSet()
+_users = 0
 _undo_is_wanted = False
 
 
@@ -67,8 +67,15 @@ def is_wrapped(function: Any) -> bool:
 
 def needed_by(user: Any) -> None:
     """As long as `user` lives, wrapped methods of classes stay wrapped."""
-    _users.add(user)
-    weakref.finalize(user, _undo_if_wanted).atexit = False
+    global _users
+    _users += 1
+    weakref.finalize(user, _not_needed).atexit = False
+
+
+def _not_needed() -> None:
+    global _users
+    _users -= 1
+    _undo_if_wanted()
 
 
 def undo() -> None:
@@ -80,7 +87,7 @@ def undo() -> None:
 
 def _undo_if_wanted() -> None:
     global _undo_is_wanted
-    if not _undo_is_wanted or len(_users):
+    if not _undo_is_wanted or _users:
         return
     _undo_is_wanted = False
     while _undos:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
@@ -380,3 +380,13 @@ def test_reading_states_waits_for_the_step_that_may_still_write_them():
     engine.owner_states(0)
     engine.owner_states(0)
     assert device.waits == 1
+
+
+def test_what_memory_was_taken_for_cannot_be_changed_later():
+    engine = make_engine(random_params(), 700, early_slots=2)
+    engine.set_host_share(Fraction(1, 4))
+    engine.use(replace(engine.options, grads_as_fp32=False, stride=2, threads=2))
+    assert (engine.options.host_share, engine.options.stride) == (Fraction(1, 4), 2)
+    for change in ({"resident_share": 1}, {"host_slots": 5}, {"early_slots": 0}):
+        with pytest.raises(ValueError, match=f"{next(iter(change))} is fixed when the engine is made"):
+            engine.use(replace(engine.options, **change))
