@@ -95,15 +95,19 @@ class DeferredGrads:
         """Replace the stand-ins in `grads` by tensors of the same norm as the unscaled FP32 grad.
 
         An FP32 grad without a loss scale is that itself; for others it is a tensor of one element. The FP32 copy that
-        its norm is taken of lives for one parameter shard at a time.
+        its norm is taken of lives for one parameter shard at a time. It is one copy of the whole shard: the norm of
+        norms of its parts has other bits than Megatron's norm of the shard.
         """
         return [self._norm(self._shard_of[id(grad)]) if id(grad) in self._shard_of else grad for grad in grads]
 
     def _norm(self, index: int) -> torch.Tensor:
         grad = self._grads[index]
-        if self._inv_scale is not None:
-            return torch.norm(grad.float() * self._inv_scale).reshape(1)
-        return grad if grad.dtype == torch.float32 else torch.norm(grad.float()).reshape(1)
+        if grad.dtype != torch.float32:
+            scaled = grad.float()
+            if self._inv_scale is not None:
+                scaled *= self._inv_scale  # in place: one copy of the shard, not two
+            return torch.norm(scaled).reshape(1)
+        return grad if self._inv_scale is None else torch.norm(grad * self._inv_scale).reshape(1)
 
     @ieee_environment()
     def factors(self) -> dict[int, tuple[float, float]]:

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_dos.adapter.deferred_grads import DeferredGrads
 
@@ -113,3 +114,31 @@ def test_the_inverse_scale_is_that_of_the_collected_step():
     low.clear()
     assert low.factors() == {}
     assert low.grad(0) is None
+
+
+class NewElements(TorchDispatchMode):
+    """How many elements the operations have put into memory of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        given = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
+        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in given:
+            self.count += result.numel()
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("inv_scale", [None, torch.tensor([1 / 1024])])
+def test_the_norm_takes_one_fp32_copy_of_a_shard_and_no_second(dtype, inv_scale):
+    shard = torch.zeros(10_000, dtype=dtype)
+    shard.decoupled_grad = torch.randn(10_000).to(dtype)
+    deferred = DeferredGrads(fp32_too=True)
+    deferred.collect([shard], inv_scale, count_zeros=False)
+    with NewElements() as new:
+        deferred.for_norm([shard.decoupled_grad])
+    copies = 0 if dtype == torch.float32 and inv_scale is None else 1
+    assert new.count // 10_000 == copies
