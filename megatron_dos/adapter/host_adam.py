@@ -34,7 +34,7 @@ class HostAdam(torch.optim.Optimizer):
         owners: shard -> index of that shard in the engine.
         decoupled: AdamW when true, else the decay is added to the grad.
         deferred: the step's grads that Megatron does not scale in place.
-        early_gather: told of buckets whose params are written.
+        early_gather: called with buckets whose params are written.
         early_grads: knows which of the grads that were sent early have been edited since.
         defaults: of the hyper-parameters, for whoever reads them.
 

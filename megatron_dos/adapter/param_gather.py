@@ -2,7 +2,7 @@
 """With --overlap-param-gather: each bucket's parameter all-gather starts when its last subgroup is written.
 
 Megatron itself starts the gathers when the next forward pass asks for the first parameters. Started from within the
-step, bucket by bucket, they overlap with the updates that are still to come. The forward pass waits for them as ever.
+step, bucket by bucket, they overlap with the updates that are still to come. The forward pass waits for them as before.
 """
 
 from __future__ import annotations

@@ -66,12 +66,12 @@ def require_same_size(name: str, states: dict[str, torch.Tensor], given: dict[st
 
 
 class LoadsInPlace:
-    """Told of what goes wrong while torch reads a distributed checkpoint into the states. See [Note: loads in place].
+    """Reports what goes wrong while torch reads a distributed checkpoint into the states. See [Note: loads in place].
 
     `begin` when the states are handed out, `end` when their load is over.
 
     Args:
-        read: told, in words, why the states are not to be used before a load has come to its end.
+        read: called with the reason, in words, why the states must not be used until a load has ended.
     """
 
     def __init__(self, read: Callable[[str], None]) -> None:

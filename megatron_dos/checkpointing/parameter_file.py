@@ -128,7 +128,7 @@ def load_content(
     """The same from what is in the file, for each optimizer; None on all but the first rank of its group.
 
     Args:
-        used: told of each part of the tensors that is no longer needed.
+        used: called with each part of the tensors that is no longer needed.
     """
     states = [optimizer.divided_states() for optimizer in optimizers]
     misfits = (

@@ -122,7 +122,7 @@ def scatter(
     Args:
         sources: a flat tensor in host memory for each tensor; only on the first rank.
         group: a process group for host memory.
-        used: told of each part of the sources that is no longer needed.
+        used: called with each part of the sources that is no longer needed.
 
     Raises:
         RuntimeError: on all ranks, at the end: one could not write its part.

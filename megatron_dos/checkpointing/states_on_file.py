@@ -58,7 +58,7 @@ class StatesOnFile:
         engine: holds the states.
         owner_of: param -> index of its shard in the engine.
         whole: keeps whether the states are whole.
-        master_loaded: told of each shard whose master params were loaded.
+        master_loaded: called with each shard whose master params were loaded.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ __all__ = ["run"]
 
 FACTORS = (1.0, 2.0**-16, 0.37, 1e-40, 3e38)
 GUARD = 256  # bytes before and after every array, which must stay as they are
-SHOWN = 5  # faults that are told in full
+SHOWN = 5  # faults that are reported in full
 
 Kernel = Callable[..., None]
 
