@@ -407,6 +407,31 @@ def host_waits(library: ctypes.CDLL) -> Any:
 
 
 @check
+def reading(library: ctypes.CDLL) -> Any:
+    """States are asked for while the last of them are on their way to the host: what differs from those of the step."""
+    case = stage.make_case("bf16 params, FP32 grads", 6000, 5, seed=4)
+    expected = stage.expected_results(case)[0]
+    run = _make_run(case, EngineOptions(threads=1))
+    device = run.device
+
+    class Late:
+        def run(self, program: Any, handlers: Any, memory: Any) -> None:
+            def states_to_host(op: Any) -> None:
+                gates.Gate().open_later()
+                handlers[OpKind.STATES_TO_HOST](op)
+
+            device.run(program, {**handlers, OpKind.STATES_TO_HOST: states_to_host}, memory)
+
+        def synchronize(self) -> None:
+            device.synchronize()
+
+    run.device = Late()
+    run.step(0, 0)
+    read = [run.engine.owner_states(owner)["master"].clone() for owner in range(len(run.params))]
+    return [] if torch.equal(torch.cat(read).view(torch.uint8), expected[0]) else ["master"]
+
+
+@check
 def slots(library: ctypes.CDLL) -> Any:
     """The staging memory of a step is used again at once, while its last states are still on their way to the host."""
     case = stage.make_case("bf16 params, FP32 grads", 6000, 5, seed=4)
@@ -470,6 +495,8 @@ def fault(library: ctypes.CDLL) -> Any:
             return "host_waits"
         if slots(library) != {"the same memory": True, "of the caller's stream": True, "differences": []}:
             return "slots"
+        if reading(library):
+            return "reading"
         found = engine(library, "share changed between steps", "bf16 params and grads;mixed")
         return "" if found == {"steps": 16, "differences": [], "pageable copies": 0} else "engine"
     except Exception as error:

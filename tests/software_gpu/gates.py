@@ -52,23 +52,32 @@ class Gate:
 
 
 class Ticket:
-    """An update on the CPU that ends when something else has: its `result` is taken then."""
+    """An update on the CPU that ends after a while. What it raises is raised by `wait`, as by the engine's tickets."""
 
     def __init__(self, seconds: float = 0.0, work: Callable[[], None] = lambda: None) -> None:
         self.ended = False
         self._due = time.monotonic() + seconds
         self._work = work
+        self._error: Exception | None = None
 
     def poll(self) -> bool:
-        if not self.ended and time.monotonic() >= self._due:
-            self.wait()
+        if time.monotonic() >= self._due:
+            self._end()
         return self.ended
 
     def wait(self) -> None:
+        time.sleep(max(self._due - time.monotonic(), 0))
+        self._end()
+        if self._error is not None:
+            raise self._error
+
+    def _end(self) -> None:
         if not self.ended:
-            time.sleep(max(self._due - time.monotonic(), 0))
             self.ended = True
-            self._work()
+            try:
+                self._work()
+            except Exception as error:
+                self._error = error
 
 
 def settle(*streams: torch.cuda.Stream) -> None:
@@ -169,11 +178,12 @@ def _caller_waits_for(device: CudaDevice, stream: Stream, error: Exception | Non
         written.fill_(1)
 
     def fail(op: Op) -> None:
-        if error is not None:
-            raise error
+        raise error
 
+    # Nothing else waits for the stream, so that no other wait stands in for the one that is asked for.
+    ops = [(stream, ()), (Stream.CAST, ())] if error else [(stream, ())]
     try:
-        run(device, make_program((stream, ()), (Stream.COMPUTE, [0])), write, fail)
+        run(device, make_program(*ops), write, fail)
         raised = None
     except ValueError as caught:
         raised = caught
@@ -348,8 +358,9 @@ def an_update_waits_for_early_grads(device: CudaDevice) -> list[str]:
 @gated
 def early_grads_are_those_of_one_step(device: CudaDevice) -> list[str]:
     """What no program holds, or what was joined, is sent by the next program that holds it."""
+    other = make_program((Stream.COMPUTE, ()), subgroups=[1])
     wrong = []
-    for end in (lambda: run(device, make_program((Stream.COMPUTE, ())), lambda op: None), device.join):
+    for end in (lambda: run(device, other, lambda op: None), device.join):
         device.begin(_early(), lambda op: None)
         end()
         sent: list[Op] = []

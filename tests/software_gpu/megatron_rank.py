@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent
@@ -39,6 +40,14 @@ def main(case: dict) -> None:
 
     utils.compile_helpers = lambda: None  # pip's package has them compiled
     replace_triton()
+    if case["mutation"]:
+        from software_gpu import mutations
+
+        try:
+            mutations.make(case["mutation"])
+        except BaseException:
+            traceback.print_exc()
+            os._exit(mutations.NOT_PLANTED)
     import rank_main
 
     rank_main.run(case, rank)

@@ -7,6 +7,7 @@ promises, and the reason says why. `make software-gpu` runs all of them, the tes
 
 from __future__ import annotations
 
+import importlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from software_gpu.server import Server
 
-__all__ = ["MUTATIONS", "Mutation", "make", "plant", "verdict"]
+__all__ = ["MUTATIONS", "OF_TRAININGS", "Mutation", "make", "plant", "verdict"]
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_dos"
 LIMIT_S = 120
+NOT_PLANTED = 3  # exit status
 CUDA, OPERATIONS, SLAB = "device/cuda.py", "update/operations.py", "node/slab.py"
+ENGINE, EARLY_GRADS, GATHER = "update/engine.py", "adapter/early_grads.py", "adapter/param_gather.py"
 
 
 @dataclass(frozen=True)
@@ -289,13 +292,30 @@ MUTATIONS: dict[str, Mutation] = {
         "                torch.empty((len(STATES), _aligned(max(streamed))), dtype=torch.float32, device=device)\n"
         "                for _ in range(min(program.device_slots, len(streamed)))\n            ]\n",
     ),
+    "states are read while they are on their way": Mutation(
+        ENGINE, "            self._device.synchronize()\n            self._in_flight = False\n",
+        "            self._in_flight = False\n",
+    ),
     "host memory is not page-locked": Mutation(SLAB, "        _page_lock(slab)\n", "        pass\n"),
 }
+
+
+OF_TRAININGS: dict[str, Mutation] = {
+    "early grads do not wait for their reduction": Mutation(
+        EARLY_GRADS, "self._grads.__getitem__, group.grad_reduce_handle.wait)", "self._grads.__getitem__)"
+    ),
+    "gathers do not wait for the update": Mutation(
+        GATHER, " and self._groups[self._started][0] <= self._written:", ":"
+    ),
+}
+"""Faults of what lies between Megatron and the engine, which only a training can show."""
 
 
 def plant(server: Server, name: str) -> str:
     """What a planted fault has shown in, '' for nothing."""
     outcome = server.run("fault", name, LIMIT_S, SOFTWARE_GPU_DELAY_US="20")
+    if outcome.code == NOT_PLANTED:
+        raise RuntimeError(outcome.log)
     if outcome.code < 0:
         return "does not end" if outcome.code == -9 else f"signal {-outcome.code}"
     return outcome.result if outcome.code == 0 else "an error: " + outcome.log.strip().splitlines()[-1]
@@ -311,12 +331,12 @@ def verdict(name: str, shown: str) -> str:
 
 def make(name: str) -> None:
     """Plant the fault into this process: run the changed module and have all others use what it defines."""
-    mutation = MUTATIONS[name]
+    mutation = {**MUTATIONS, **OF_TRAININGS}[name]
     path = PACKAGE / mutation.file
     source = path.read_text()
     if source.count(mutation.old) != 1:
         raise ValueError(f"{name}: the text to replace is {source.count(mutation.old)} times in {mutation.file}")
-    module = sys.modules["megatron_dos." + mutation.file.removesuffix(".py").replace("/", ".")]
+    module = importlib.import_module("megatron_dos." + mutation.file.removesuffix(".py").replace("/", "."))
     before = dict(vars(module))
     exec(compile(source.replace(mutation.old, mutation.new), str(path), "exec"), vars(module))
     for other in list(sys.modules.values()):

@@ -118,7 +118,9 @@ def _run(asked: Mapping[str, Any], checks: Any, mutations: Any, library: Any, lo
         faulthandler.enable()
         os.environ.update(asked["environment"])
         if asked["mutation"]:
+            code = mutations.NOT_PLANTED
             mutations.make(asked["mutation"])
+            code = 1
         name, *arguments = asked["check"].split(":")
         os.write(result, json.dumps(checks.CHECKS[name](library, *arguments)).encode())
         code = 0

@@ -11,7 +11,7 @@ import pytest
 from repository import ROOT
 
 import software_gpu
-from software_gpu.mutations import MUTATIONS, plant, verdict
+from software_gpu.mutations import MUTATIONS, OF_TRAININGS, PACKAGE, plant, verdict
 from software_gpu.server import Server
 
 pytestmark = [
@@ -131,6 +131,10 @@ def test_staging_memory_can_be_used_again_in_the_order_of_the_caller(server):
     assert found == {"the same memory": True, "of the caller's stream": True, "differences": []}
 
 
+def test_states_are_read_when_they_have_come_back(server):
+    assert result(server, "reading", SOFTWARE_GPU_DELAY_US="0") == []
+
+
 def test_no_copy_of_a_step_blocks_the_host(server):
     assert set(result(server, "host_waits").values()) == {0}
 
@@ -153,8 +157,10 @@ def test_a_planted_fault_shows(server, fault, shown):
     assert verdict(fault, found) == "seen"
 
 
-def test_every_mutation_is_of_text_that_is_there(server):
+def test_every_fault_can_be_planted(server):
     assert result(server, "mutations") == len(MUTATIONS)
+    for mutation in OF_TRAININGS.values():
+        assert (PACKAGE / mutation.file).read_text().count(mutation.old) == 1
 
 
 def test_a_forked_child_cannot_use_it(server):

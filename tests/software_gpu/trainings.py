@@ -14,6 +14,8 @@ from pathlib import Path
 from fork_server import free_port
 from harness import PLANNED_ITERATIONS, Result, _tail
 
+from software_gpu.mutations import NOT_PLANTED
+
 HERE = Path(__file__).resolve().parent
 ARGUMENTS = [
     *("--transformer-impl", "local", "--no-persist-layer-norm", "--no-gradient-accumulation-fusion"),
@@ -33,6 +35,7 @@ def train(
     optimizer: str,
     iterations: int,
     limit_s: float = 300,
+    mutation: str = "",
     **environment: str,
 ) -> Result:
     """Train, as `Megatron.train` of tests/e2e/harness.py does it on the CPU.
@@ -40,10 +43,12 @@ def train(
     Args:
         libraries: what `software_gpu.build` gave.
         folder: for the results and logs; made here.
+        mutation: the name of one in mutations.py, to be made before.
         environment: of the ranks.
 
     Raises:
         AssertionError: a rank has failed, or the time is up.
+        RuntimeError: the mutation could not be made.
     """
     folder.mkdir(parents=True)
     full = [*arguments, *ARGUMENTS, "--seed", "1234", "--train-iters", str(PLANNED_ITERATIONS)]
@@ -53,7 +58,7 @@ def train(
         **{"kind": "train", "arguments": full, "ranks": ranks, "optimizer": optimizer, "iterations": iterations},
         **{"inspect": "software_gpu.observed:counts", "prepare": ["software_gpu.observed:count"]},
         **{"keep_state": True, "python_path": []},
-        **{"folder": str(folder), "libraries": str(libraries)},
+        **{"folder": str(folder), "libraries": str(libraries), "mutation": mutation},
     }
     (folder / "case.json").write_text(json.dumps(case))
     launched = {
@@ -82,5 +87,7 @@ def train(
     codes = [one.returncode for one in running]
     if any(codes):
         logs = "\n".join(f"-- rank {rank}:\n{_tail(folder / f'rank{rank}.log')}" for rank in range(ranks))
+        if NOT_PLANTED in codes:
+            raise RuntimeError(logs)
         raise AssertionError(f"exit codes {codes}\n{logs}")
     return Result(folder, ranks, time.monotonic() - began)
