@@ -223,6 +223,31 @@ def _follows(device: CudaDevice, before: Stream, after: Stream) -> bool:
 
 
 @gated
+def an_operation_waits_for_each_of_its_dependencies(device: CudaDevice) -> list[str]:
+    """Of two, the one that is late."""
+    wrong = []
+    for late_one in (0, 1):
+        written, seen, gates, streams = [new(0), new(0)], [new(0), new(0)], [], []
+
+        def write(op: Op, late_one: int = late_one, written: Any = written, gates: Any = gates) -> None:
+            if op.index == late_one:
+                gates.append(Gate())
+            written[op.index].fill_(1)
+
+        def read(op: Op, written: Any = written, seen: Any = seen, streams: Any = streams) -> None:
+            for target, source in zip(seen, written, strict=True):
+                target.copy_(source)
+            streams.append(torch.cuda.current_stream())
+
+        program = make_program((Stream.CAST, ()), (Stream.STATES_H2D, ()), (Stream.COMPUTE, [0, 1]))
+        run(device, program, write, write, read)
+        settle(*streams)
+        gates[0].open()
+        wrong += [f"number {late_one + 1}"] if not all(holds(one, 1) for one in seen) else []
+    return wrong
+
+
+@gated
 def buckets_are_released_on_the_stream_of_the_caller(device: CudaDevice) -> list[str]:
     found = []
     caller = torch.cuda.Stream()
