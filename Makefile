@@ -11,7 +11,7 @@ VENV := $(CURDIR)/.venv
 RUN := PATH="$(VENV)/bin:$$PATH" $(VENV)/bin/python
 TESTS ?=
 
-.PHONY: help setup demo test test-fast race-check soak lint readme picture reproduce bench-adam bench-step clean distclean
+.PHONY: help setup demo test test-fast race-check software-gpu soak lint readme picture reproduce bench-adam bench-step clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -30,6 +30,9 @@ test-fast: setup ## run the tests that are not slow, of every area, with two rea
 
 race-check: setup ## run the update in tens of thousands of random orders and without each of its dependencies
 	@$(RUN) scripts/race_check.py
+
+software-gpu: setup ## run the CUDA path on a GPU in software: engine, Megatron, and each of its faults planted
+	@PYTHONPATH="$(CURDIR)/tests:$(CURDIR)/tests/e2e" $(RUN) scripts/software_gpu_check.py
 
 soak: setup ## train for 2,000 steps with checkpoints, changing shares and skips; compare with a run undisturbed
 	@$(RUN) tests/e2e/soak.py

@@ -7,7 +7,9 @@ Pages are touched lazily without a GPU, and locked at once with one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import sys
 
 import torch
@@ -57,13 +59,24 @@ def _page_lock(slab: _cpp_adam.Slab) -> None:
     portable = 1  # cudaHostRegisterPortable: for every CUDA context
     error = int(cudart.cudaHostRegister(slab.address, slab.nbytes, portable))
     if error != 0:
+        _clear_pending_error()
         raise RuntimeError(
             f"could not page-lock {slab.nbytes / 2**30:.2f} GiB of host memory (CUDA error {error}): free host memory, "
             "or raise the limit on locked memory (ulimit -l, or the container's memlock setting)"
         )
-    slab.before_release = functools.partial(_unlock, cudart, slab.address)
+    slab.before_release = functools.partial(_unlock, cudart, slab.address, os.getpid())
 
 
-def _unlock(cudart, address: int) -> None:
-    if not sys.is_finalizing():  # CUDA may be gone, and the process's memory goes anyway
+def _clear_pending_error() -> None:
+    """Launch a kernel: CUDA keeps the error of a failed call, and torch raises it at the next launch, whosever that is.
+
+    torch gives Python no cudaGetLastError.
+    """
+    with contextlib.suppress(Exception):  # the caller has the error that counts
+        torch.empty(1, device="cuda").fill_(0)
+
+
+def _unlock(cudart, address: int, owner: int) -> None:
+    # At the end of the process CUDA may be gone, and a forked child has no CUDA; its copy of the memory just goes.
+    if os.getpid() == owner and not sys.is_finalizing():
         cudart.cudaHostUnregister(address)

@@ -4,6 +4,10 @@
 An operation is put on the current stream with aliases of its tensors (the back addresses of the same memory), and the
 caller goes on with outputs that are written later, as with kernels. Allocations, views and plain copies stay torch's
 own CUDA code, which calls the software GPU's runtime.
+
+Memory that the caching allocator hands out is spoilt twice: at once, if all has ended that may have used it, so that
+who reads a result too early does not find that of the step before; and on the current stream, as late as the order of
+streams allows, so that who still uses it on another stream gets NaN.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.cuda._gpu_trace import register_callback_for_memory_deallocation
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
@@ -41,11 +46,28 @@ class _Calls:
         self._entry = ctypes.CFUNCTYPE(None, ctypes.c_int64)(self._call)  # kept: the library has its address
         library.software_gpu_enqueue.argtypes = [ctypes.c_void_p, type(self._entry), ctypes.c_int64]
         library.software_gpu_enqueue.restype = None
+        library.software_gpu_spoil.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64]
+        library.software_gpu_spoil.restype = None
+        library.software_gpu_back_offset.restype = ctypes.c_int64
+        library.cudaGetErrorString.restype = ctypes.c_char_p
 
     def put(self, stream: int, work: Callable[[], None]) -> None:
         number = next(self._numbers)
         self._waiting[number] = work
         self._library.software_gpu_enqueue(stream, self._entry, number)
+
+    def spoil(self, stream: int, storage: torch.UntypedStorage) -> None:
+        self._library.software_gpu_spoil(stream, storage.data_ptr(), storage.nbytes())
+
+    def raise_pending(self) -> None:
+        """Raise the error that an earlier call of this thread has left, as torch does after a kernel's launch."""
+        if error := self._library.cudaGetLastError():
+            raise RuntimeError(f"CUDA error: {self._library.cudaGetErrorString(error).decode()}")
+
+    @functools.cached_property
+    def offset(self) -> int:
+        """From an address of the device to the one that its operations use."""
+        return self._library.software_gpu_back_offset()
 
     def _call(self, number: int) -> None:
         work = self._waiting.pop(number)
@@ -57,14 +79,14 @@ class _Calls:
 
 
 _calls: _Calls | None = None
-_offset = 0
 
 
 def start(library: ctypes.CDLL) -> None:
     """Use this build of the runtime."""
-    global _calls, _offset
-    library.software_gpu_back_offset.restype = ctypes.c_int64
-    _calls, _offset = _Calls(library), library.software_gpu_back_offset()
+    global _calls
+    _calls = _Calls(library)
+    register_callback_for_memory_deallocation(lambda address: library.software_gpu_freed())
+    torch._C._activate_gpu_trace()
 
 
 def enqueue(work: Callable[[], None], stream: torch.cuda.Stream | None = None) -> None:
@@ -87,12 +109,19 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     if storage.nbytes() == 0:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     back = torch._C._construct_storage_from_data_pointer(
-        storage.data_ptr() + _offset, torch.device("cpu"), storage.nbytes()
+        storage.data_ptr() + _calls.offset, torch.device("cpu"), storage.nbytes()
     )
     made = torch.empty(0, dtype=tensor.dtype).set_(back, tensor.storage_offset(), tensor.shape, tensor.stride())
     if tensor.is_conj():
         made = made.conj()
     return made.neg() if tensor.is_neg() else made
+
+
+def _spoilt(new: torch.Tensor) -> torch.Tensor:
+    """The same. What the allocator takes anew or again holds nothing of use, nor does anyone else use it."""
+    if _is_cuda(new) and new.untyped_storage().nbytes():
+        _calls.spoil(torch.cuda.current_stream().cuda_stream, new.untyped_storage())
+    return new
 
 
 def _is_cuda(value: Any) -> bool:
@@ -140,7 +169,9 @@ class OnStreams(TorchDispatchMode):
         raise_failure()
         if name in _COPIES:
             return _copied(func, name, args, kwargs)
-        if name in _ALLOCATE or name in _NATIVE or func.is_view:
+        if name in _ALLOCATE:
+            return _spoilt(func(*args, **kwargs))
+        if name in _NATIVE or func.is_view:
             return func(*args, **kwargs)
         if name in _READ_BY_HOST:
             return _read(func, args, kwargs)
@@ -173,7 +204,7 @@ def _copied(func: Any, name: str, args: tuple, kwargs: dict) -> torch.Tensor:
         dense = torch.empty_like(like, device="meta", dtype=dtype)
         pinned = bool(kwargs.get("pin_memory")) and device.type == "cpu"
         target = torch.empty_strided(dense.shape, dense.stride(), dtype=dtype, device=device, pin_memory=pinned)
-        return _copy(target, source, bool(kwargs.get("non_blocking")))
+        return _copy(_spoilt(target), source, bool(kwargs.get("non_blocking")))
     target, source, *rest = args
     return _copy(target, source, bool(rest[0] if rest else kwargs.get("non_blocking")))
 
@@ -187,14 +218,14 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> tor
     if _is_plain(target, source):
         return copy(target, source, non_blocking)
     # As torch does it: the source is converted where it is, then copied, then spread.
-    converted = torch.empty(target.shape, dtype=target.dtype, device=source.device)
+    converted = _spoilt(torch.empty(target.shape, dtype=target.dtype, device=source.device))
     if _is_cuda(source):
         _launched(copy, (converted, source), {})
     else:
         converted.copy_(source)
     if target.is_contiguous():
         return copy(target, converted, non_blocking)
-    there = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+    there = _spoilt(torch.empty(target.shape, dtype=target.dtype, device=target.device))
     copy(there, converted, non_blocking)
     if _is_cuda(target):
         return _launched(copy, (target, there), {})
@@ -270,16 +301,21 @@ def _launched(func: Any, args: tuple, kwargs: dict) -> Any:
         for name, output in zip((*written, *[""] * len(outputs)), outputs, strict=False)
     ]
 
-    run = _CORRECTLY_ROUNDED.get(func, func)
+    run = _AS_ON_A_GPU.get(func, func)
 
     def work() -> None:
-        result = run(**call)
+        try:
+            result = run(**call)
+        except Exception as error:
+            error.add_note(f"in {func}")
+            raise
         results = result if isinstance(result, (tuple, list)) else (result,)
         for target, one in zip(targets, results, strict=False):
             if target is not None:
                 target.copy_(one)
 
     enqueue(work)
+    _calls.raise_pending()
     if not func._schema.returns:
         return None
     if isinstance(func._schema.returns[0].type, torch.ListType):
@@ -297,10 +333,24 @@ def _sqrt_(self: torch.Tensor) -> torch.Tensor:
     return self.sqrt_()
 
 
-_CORRECTLY_ROUNDED = {aten.sqrt_.default: _sqrt_, aten.sqrt.default: lambda self: _sqrt_(self.clone())}
+def _in_fp32(func: Any) -> Callable[..., Any]:
+    """The operation on FP32 copies of 16-bit tensors: a GPU keeps what lies between in FP32, a CPU in 16 bits."""
+
+    def run(**given: Any) -> Any:
+        return func(**tree_map_only(torch.Tensor, lambda one: one.float() if one.dtype in _16_BITS else one, given))
+
+    return run
+
+
+_16_BITS = (torch.bfloat16, torch.float16)
+_AS_ON_A_GPU = {
+    aten.sqrt_.default: _sqrt_,
+    aten.sqrt.default: lambda self: _sqrt_(self.clone()),
+    **{func: _in_fp32(func) for func in (aten.native_layer_norm.default, aten.native_layer_norm_backward.default)},
+}
 
 
 def _like(result: Any) -> Any:
     if not isinstance(result, torch.Tensor):
         return result
-    return torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="cuda")
+    return _spoilt(torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="cuda"))

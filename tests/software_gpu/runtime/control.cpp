@@ -2,6 +2,7 @@
 #include "control.h"
 
 #include <cstdio>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <set>
@@ -72,6 +73,19 @@ std::uint64_t software_gpu_pinned_ranges() { return pinned_ranges(); }
 void software_gpu_enqueue(void* stream, void (*work)(std::int64_t), std::int64_t argument) {
     auto* on = stream ? static_cast<Stream*>(stream) : legacy_stream();
     enqueue(on, [work, argument] { work(argument); });
+}
+
+// Memory of the device is about to be freed, by whoever hands it out to others.
+void software_gpu_freed() { note_free(); }
+
+// Spoils memory that is handed out: at once where all has ended that may have used it before it was freed, and again in
+// the stream's order, as its next user may do.
+void software_gpu_spoil(void* stream, void* address, std::uint64_t bytes) {
+    auto* on = stream ? static_cast<Stream*>(stream) : legacy_stream();
+    char* back = back_of(address, bytes);
+    if (!back) return;
+    if (users_of_freed_have_ended()) std::memset(back, kSpoiled, bytes);
+    enqueue_late(on, [=] { std::memset(back, kSpoiled, bytes); });
 }
 
 void software_gpu_synchronize(void* stream) { synchronize(stream ? static_cast<Stream*>(stream) : legacy_stream()); }

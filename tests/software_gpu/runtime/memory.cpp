@@ -16,7 +16,6 @@ namespace {
 
 constexpr std::size_t kAlignment = 512;
 constexpr std::size_t kGuard = 512;  // between allocations, so that a copy past the end of one is noticed
-constexpr int kSpoiled = 0xFF;       // NaN in every floating-point type, -1 in every integer
 
 std::mutex mutex;
 std::map<std::size_t, std::size_t> used;           // offset -> bytes that were asked for

@@ -10,6 +10,8 @@
 
 namespace software_gpu {
 
+constexpr int kSpoiled = 0xFF;  // NaN in every floating-point type, -1 in every integer
+
 enum class Where { Pageable, Pinned, Device };
 
 // Allocates `bytes` of device memory, filled with NaN patterns; its front address, or nullptr where there is no room.

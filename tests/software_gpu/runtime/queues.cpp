@@ -16,17 +16,27 @@ namespace software_gpu {
 
 struct Mark {
     bool done = false;
+    bool awaited = false;
     double at = 0;
+    Stream* of = nullptr;
 };
 
 namespace {
+
+enum class Pace {
+    Random,  // after a random time
+    Waits,   // does nothing itself
+    Late,    // as late as its order allows
+};
+
+constexpr auto kLatest = std::chrono::milliseconds(30);  // of an operation that nothing waits for
 
 struct Operation {
     std::function<void()> work;
     std::vector<MarkPtr> after;
     MarkPtr end;
     Engine engine;
-    bool only_waits;
+    Pace pace;
     std::uint64_t turn;
 };
 
@@ -47,6 +57,7 @@ struct Random {
 Random& dice = *new Random;
 auto& streams = *new std::unordered_map<std::uint64_t, Stream*>;
 std::uint64_t next_number = 1;
+auto& at_last_free = *new std::vector<MarkPtr>;
 double longest_us = 200;
 Queues kind = Queues::PerStream;
 std::uint64_t turns_given[3], turns_taken[3];  // of the one queue, or by engine
@@ -74,17 +85,18 @@ void pass_time() {
 }  // namespace
 
 struct Stream {
-    std::uint64_t number;
-    bool blocking;
-    int priority;
+    std::uint64_t number = 0;
+    bool blocking = false;
+    int priority = 0;
     std::deque<Operation> waiting;
     MarkPtr last;  // of the newest operation
     bool closing = false;
+    std::condition_variable filled{};  // `waiting` or `closing` has changed
 
     void run() {
         std::unique_lock<std::mutex> lock(mutex);
         while (true) {
-            changed.wait(lock, [this] { return !waiting.empty() || closing; });
+            filled.wait(lock, [this] { return !waiting.empty() || closing; });
             if (waiting.empty()) return;
             Operation operation = std::move(waiting.front());
             waiting.pop_front();
@@ -92,9 +104,11 @@ struct Stream {
             if (queue >= 0) changed.wait(lock, [&] { return turns_taken[queue] == operation.turn; });
             for (const auto& mark : operation.after) changed.wait(lock, [&] { return mark->done; });
             if (queue >= 0 && kind == Queues::One) take_turn(queue);  // started: what comes next may start
-            if (!operation.only_waits) {
+            if (operation.pace == Pace::Late)
+                filled.wait_for(lock, kLatest, [&] { return !waiting.empty() || closing || operation.end->awaited; });
+            if (operation.pace != Pace::Waits) {
                 lock.unlock();
-                pass_time();
+                if (operation.pace == Pace::Random) pass_time();
                 operation.work();
                 lock.lock();
             }
@@ -113,9 +127,16 @@ struct Stream {
 
 namespace {
 
-MarkPtr put(Stream* stream, std::function<void()> work, Engine engine, bool only_waits, std::vector<MarkPtr> after) {
+// Someone waits for it: what is late is due. Called with the lock held.
+void await(const MarkPtr& mark) {
+    mark->awaited = true;
+    mark->of->filled.notify_all();
+}
+
+MarkPtr put(Stream* stream, std::function<void()> work, Engine engine, Pace pace, std::vector<MarkPtr> after) {
     std::lock_guard<std::mutex> lock(mutex);
-    Operation operation{std::move(work), std::move(after), std::make_shared<Mark>(), engine, only_waits, 0};
+    Operation operation{std::move(work), std::move(after), std::make_shared<Mark>(), engine, pace, 0};
+    operation.end->of = stream;
     for (const auto& [number, other] : streams) {  // the rules of the legacy stream
         const bool ordered = stream->number == 0 ? other->blocking : number == 0 && stream->blocking;
         if (other != stream && ordered && other->last) operation.after.push_back(other->last);
@@ -123,13 +144,17 @@ MarkPtr put(Stream* stream, std::function<void()> work, Engine engine, bool only
     const int queue = queue_of(operation);
     if (queue >= 0) operation.turn = turns_given[queue]++;
     stream->last = operation.end;
+    for (const auto& mark : operation.after) await(mark);
     stream->waiting.push_back(std::move(operation));
-    changed.notify_all();
+    stream->filled.notify_all();
     return stream->last;
 }
 
 Stream* add(std::uint64_t number, bool blocking, int priority) {
-    auto* stream = new Stream{number, blocking, priority, {}, nullptr, false};
+    auto* stream = new Stream;
+    stream->number = number;
+    stream->blocking = blocking;
+    stream->priority = priority;
     streams[number] = stream;
     std::thread([stream] { stream->run(); }).detach();
     return stream;
@@ -172,7 +197,7 @@ Stream* legacy_stream() {
 void destroy_stream(Stream* stream) {  // as CUDA does it: what was put on it still runs
     std::lock_guard<std::mutex> lock(mutex);
     stream->closing = true;
-    changed.notify_all();
+    stream->filled.notify_all();
 }
 
 int priority_of(const Stream* stream) { return stream->priority; }
@@ -186,11 +211,15 @@ Stream* by_number(std::uint64_t number) {
 }
 
 MarkPtr enqueue(Stream* stream, std::function<void()> work, Engine engine) {
-    return put(stream, std::move(work), engine, false, {});
+    return put(stream, std::move(work), engine, Pace::Random, {});
+}
+
+MarkPtr enqueue_late(Stream* stream, std::function<void()> work) {
+    return put(stream, std::move(work), Engine::None, Pace::Late, {});
 }
 
 void record(Stream* stream, Event* event) {
-    auto mark = put(stream, nullptr, Engine::None, true, {});
+    auto mark = put(stream, nullptr, Engine::None, Pace::Waits, {});
     std::lock_guard<std::mutex> lock(mutex);
     event->recorded = std::move(mark);
 }
@@ -201,7 +230,7 @@ void wait_event(Stream* stream, const Event* event) {
         std::lock_guard<std::mutex> lock(mutex);
         mark = event->recorded;
     }
-    if (mark) put(stream, nullptr, Engine::None, true, {std::move(mark)});
+    if (mark) put(stream, nullptr, Engine::None, Pace::Waits, {std::move(mark)});
 }
 
 bool is_done(const MarkPtr& mark) {
@@ -212,6 +241,7 @@ bool is_done(const MarkPtr& mark) {
 void wait_for(const MarkPtr& mark) {
     if (!mark) return;
     std::unique_lock<std::mutex> lock(mutex);
+    await(mark);
     changed.wait(lock, [&] { return mark->done; });
 }
 
@@ -236,6 +266,17 @@ bool is_idle(Stream* stream) {
 
 void synchronize_device() {
     for (const auto& mark : newest_marks()) wait_for(mark);
+}
+
+void note_free() {
+    auto marks = newest_marks();
+    std::lock_guard<std::mutex> lock(mutex);
+    at_last_free = std::move(marks);
+}
+
+bool users_of_freed_have_ended() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return std::all_of(at_last_free.begin(), at_last_free.end(), [](const MarkPtr& mark) { return mark->done; });
 }
 
 void dawdle() { pass_time(); }

@@ -43,6 +43,8 @@ std::uint64_t number_of(const Stream* stream);
 
 // Runs `work` on the stream, after all that was put there before. Its mark.
 MarkPtr enqueue(Stream* stream, std::function<void()> work, Engine engine = Engine::None);
+// The same as late as its order allows: when someone waits for it, or something comes behind it, or after a while.
+MarkPtr enqueue_late(Stream* stream, std::function<void()> work);
 void record(Stream* stream, Event* event);
 // What comes on the stream afterwards waits for what the event has recorded by now; nothing if it has recorded nothing.
 void wait_event(Stream* stream, const Event* event);
@@ -53,6 +55,10 @@ double seconds_at(const MarkPtr& mark);
 void synchronize(Stream* stream);
 bool is_idle(Stream* stream);
 void synchronize_device();
+
+// For memory that is freed and used again: what is on the streams at the last free, and whether that has ended.
+void note_free();
+bool users_of_freed_have_ended();
 
 // A random time that passes in the caller, as an operating system may take it away for a while.
 void dawdle();
