@@ -19,10 +19,6 @@ from megatron_dos.gpu_check.gpu_there import nvidia_smi, why_not
 
 __all__ = ["NoGpuError", "run"]
 
-VARIABLES = (
-    *("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "OMP_NUM_THREADS"),
-    *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MEGATRON_DOS_ISA"),
-)
 PACKAGES = ("triton", "megatron-core", "transformer-engine", "apex", "psutil", "pybind11", "setuptools")
 
 
@@ -40,7 +36,6 @@ def run(context: Context) -> None:
     context.value("cpu", _cpu(context))
     context.value("host_memory", _host_memory())
     context.value("numa", _numa(context))
-    context.value("variables", {name: os.environ[name] for name in VARIABLES if name in os.environ})
     if getattr(sys.modules.get("psutil"), "is_stand_in", False):
         context.note("psutil is not installed: free host memory was read from /proc/meminfo.")
 
