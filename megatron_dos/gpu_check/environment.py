@@ -16,9 +16,15 @@ import torch
 
 from megatron_dos.gpu_check.context import Context
 from megatron_dos.gpu_check.gpu_there import nvidia_smi, why_not
+from megatron_dos.node import gpu
 
 __all__ = ["NoGpuError", "run"]
 
+QUERIES = (
+    *("driver_version", "pcie.link.gen.max", "pcie.link.width.max", "pcie.link.gen.current"),
+    *("pcie.link.width.current", "clocks.max.sm", "clocks.max.memory", "power.limit", "mig.mode.current"),
+)
+"""What nvidia-smi is asked about the GPU."""
 PACKAGES = ("triton", "megatron-core", "transformer-engine", "apex", "psutil", "pybind11", "setuptools")
 
 
@@ -55,14 +61,8 @@ def _gpu() -> dict[str, Any]:
         "memory_free_bytes": free,
         "visible_gpus": torch.cuda.device_count(),
     }
-    for name in (
-        *("driver_version", "pcie.link.gen.max", "pcie.link.width.max", "pcie.link.gen.current"),
-        *("pcie.link.width.current", "clocks.max.sm", "clocks.max.memory", "power.limit", "mig.mode.current"),
-    ):
-        answer = nvidia_smi(name)
-        if answer:
-            found[name.replace(".", "_")] = answer
-    return found
+    answers = nvidia_smi(QUERIES, gpu.pci_address(0))
+    return {**found, **{name.replace(".", "_"): answer for name, answer in answers.items()}}
 
 
 def _software() -> dict[str, Any]:
@@ -119,7 +119,6 @@ def _host_memory() -> dict[str, Any]:
 
 
 def _numa(context: Context) -> dict[str, Any]:
-    from megatron_dos.node import gpu
     from megatron_dos.node.threads import memory_node
 
     nodes = {
