@@ -22,7 +22,7 @@ import torch
 from megatron_dos.device import CudaDevice
 from megatron_dos.gpu_check.context import Context, median
 from megatron_dos.gpu_check.lanes import Lanes
-from megatron_dos.gpu_check.rivals import HybridOptimizer, NotImportableError, Resident, ResidentOperations
+from megatron_dos.gpu_check.rivals import HybridOptimizer, Resident, ResidentOperations, UnusableError
 from megatron_dos.kernels import AdamScalars, cpu, device_kernel
 from megatron_dos.node.memory import available_host_memory
 from megatron_dos.planning.clock import Rate, durations, simulate
@@ -318,8 +318,8 @@ def _hybrid(context: Context, bench: Bench, rows: list[Row]) -> None:
     try:
         optimizer = HybridOptimizer(bench.params, bench.grads, 1.0, HYPER_PARAMETERS)
         first = bench.seconds(optimizer.step)
-    except NotImportableError as error:
-        context.note(f"megatron-core not importable: HybridDeviceOptimizer not measured ({error})")
+    except UnusableError as error:
+        context.note(f"HybridDeviceOptimizer not measured: {error}")
         return
     context.value(
         "hybrid",
