@@ -22,7 +22,8 @@ class Stage:
         limit: seconds; the stage leaves out what does not fit, and is killed some time after that.
         checks: whether it decides on the exit status: it must run to its end then. A check that fails counts anywhere.
         module: whose `run` it is, where that is not the name.
-        environment: variables of its worker process, which it then shares with no stage that has others.
+        environment: variables that its worker process has besides those of `variables.of_worker`; it shares the process
+            with no stage that has others.
     """
 
     name: str

@@ -16,13 +16,15 @@ import torch
 
 from megatron_dos.gpu_check.context import Context
 from megatron_dos.gpu_check.gpu_there import nvidia_smi, why_not
+from megatron_dos.node import gpu
 
 __all__ = ["NoGpuError", "run"]
 
-VARIABLES = (
-    *("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "OMP_NUM_THREADS"),
-    *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MEGATRON_DOS_ISA"),
+QUERIES = (
+    *("driver_version", "pcie.link.gen.max", "pcie.link.width.max", "pcie.link.gen.current"),
+    *("pcie.link.width.current", "clocks.max.sm", "clocks.max.memory", "power.limit", "mig.mode.current"),
 )
+"""What nvidia-smi is asked about the GPU."""
 PACKAGES = ("triton", "megatron-core", "transformer-engine", "apex", "psutil", "pybind11", "setuptools")
 
 
@@ -40,7 +42,6 @@ def run(context: Context) -> None:
     context.value("cpu", _cpu(context))
     context.value("host_memory", _host_memory())
     context.value("numa", _numa(context))
-    context.value("variables", {name: os.environ[name] for name in VARIABLES if name in os.environ})
     if getattr(sys.modules.get("psutil"), "is_stand_in", False):
         context.note("psutil is not installed: free host memory was read from /proc/meminfo.")
 
@@ -60,14 +61,8 @@ def _gpu() -> dict[str, Any]:
         "memory_free_bytes": free,
         "visible_gpus": torch.cuda.device_count(),
     }
-    for name in (
-        *("driver_version", "pcie.link.gen.max", "pcie.link.width.max", "pcie.link.gen.current"),
-        *("pcie.link.width.current", "clocks.max.sm", "clocks.max.memory", "power.limit", "mig.mode.current"),
-    ):
-        answer = nvidia_smi(name)
-        if answer:
-            found[name.replace(".", "_")] = answer
-    return found
+    answers = nvidia_smi(QUERIES, gpu.pci_address(0))
+    return {**found, **{name.replace(".", "_"): answer for name, answer in answers.items()}}
 
 
 def _software() -> dict[str, Any]:
@@ -124,7 +119,6 @@ def _host_memory() -> dict[str, Any]:
 
 
 def _numa(context: Context) -> dict[str, Any]:
-    from megatron_dos.node import gpu
     from megatron_dos.node.threads import memory_node
 
     nodes = {

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from megatron_dos.device.protocol import Handlers
 from megatron_dos.gpu_check.context import Context
-from megatron_dos.program.schedule import Op, OpKind, Program, Resource, Stream
+from megatron_dos.program.schedule import Op, Program, Resource, Stream
 from megatron_dos.program.timeline import FULL_DUPLEX
 
 __all__ = ["Lanes", "union"]
@@ -39,7 +40,7 @@ class Lanes:
     def run(
         self,
         program: Program,
-        handlers: Mapping[OpKind, Callable[[Op], Any]],
+        handlers: Handlers,
         memory: Callable[[Resource], list[torch.Tensor]],
     ) -> None:
         """Run the program to its end."""

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from megatron_dos.device.protocol import Handlers
 from megatron_dos.gpu_check.context import Context
-from megatron_dos.program.schedule import Op, OpKind, Program, Resource, Stream
+from megatron_dos.program.schedule import Op, Program, Resource, Stream
 
 __all__ = ["Delays", "LateTicket", "Without", "poison"]
 
-Handlers = Mapping[OpKind, Callable[[Op], Any]]
 Memory = Callable[[Resource], list[torch.Tensor]]
 
 

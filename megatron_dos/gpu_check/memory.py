@@ -15,7 +15,7 @@ import torch
 from megatron_dos.device import CudaDevice
 from megatron_dos.gpu_check.context import Context
 from megatron_dos.kernels import AdamScalars, device_kernel
-from megatron_dos.program.partition import OwnedRange, partition
+from megatron_dos.program.partition import BYTES_PER_PARAMETER, OwnedRange, partition
 from megatron_dos.update.engine import EngineOptions, UpdateEngine
 from megatron_dos.update.memory import host_bytes
 from megatron_dos.update.operations import StepInputs
@@ -115,7 +115,7 @@ def _measure(context: Context, engine: UpdateEngine, grad: torch.Tensor, share: 
     first, later, last = steps[0], steps[1:], steps[-1]
     largest, options = engine.partition.largest, engine.options
     slots = (options.device_slots if share < 1 else 0, len(engine.memory.host_grads) if share > 0 else 0)
-    expected = slots[0] * 12 * largest + slots[1] * 4 * largest
+    expected = slots[0] * BYTES_PER_PARAMETER * largest + slots[1] * 4 * largest
     return {
         "cpu_share": str(share),
         "slot_bytes": expected,

@@ -14,7 +14,7 @@ from megatron_dos.program.schedule import Op, Placement, Program
 from megatron_dos.update.engine import UpdateEngine
 from megatron_dos.update.operations import StepInputs, StepOperations
 
-__all__ = ["HybridOptimizer", "NotImportableError", "Resident", "ResidentOperations"]
+__all__ = ["HybridOptimizer", "Resident", "ResidentOperations", "UnusableError"]
 
 
 class Resident:
@@ -55,8 +55,8 @@ class ResidentOperations(StepOperations):
         super().update_on_device(replace(op, slot=self._slot_of.get(op.subgroup, op.slot)))
 
 
-class NotImportableError(RuntimeError):
-    """Megatron is not there."""
+class UnusableError(RuntimeError):
+    """Megatron is not there, or has no such optimizer, or another one; the message says which."""
 
 
 class HybridOptimizer:
@@ -67,6 +67,9 @@ class HybridOptimizer:
         grads: flat FP32 tensors on the device.
         fraction: part of the params whose states are on the CPU.
         hyper_parameters: lr, weight_decay, betas, eps.
+
+    Raises:
+        UnusableError: it cannot be had here.
     """
 
     def __init__(
@@ -79,25 +82,34 @@ class HybridOptimizer:
         try:
             core = importlib.import_module("megatron.core.optimizer")
         except Exception as error:  # whatever a package half installed may raise
-            raise NotImportableError(f"{type(error).__name__}: {error}") from error
-        self.gpu_optimizer = f"{core.Adam.__module__}.{core.Adam.__qualname__}"
+            raise UnusableError(f"megatron-core not importable: {type(error).__name__}: {error}") from error
+        try:
+            optimizer, cpu_adam, gpu_adam = core.HybridDeviceOptimizer, core.CPUAdam, core.Adam
+        except AttributeError as error:
+            raise UnusableError(f"this Megatron is without it: {error}") from error
+        self.gpu_optimizer = f"{gpu_adam.__module__}.{gpu_adam.__qualname__}"
         self._params = [torch.nn.Parameter(param) for param in params]
         for param, grad in zip(self._params, grads, strict=True):
             param.decoupled_grad = grad  # where the distributed optimizer puts it for this optimizer
         # Megatron's arguments with --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d, the rest at its defaults.
-        self._optimizer = core.HybridDeviceOptimizer(
-            [{"params": self._params, **hyper_parameters}],
-            offload_fraction=fraction,
-            cpu_optimizer_cls=core.CPUAdam,
-            gpu_optimizer_cls=core.Adam,
-            overlap_cpu_optimizer_d2h_h2d=True,
-            pin_cpu_grads=True,
-            pin_cpu_params=True,
-            param_update_in_fp32=True,
-            bias_correction=True,
-            fused=True,
-            **hyper_parameters,
-        )
+        try:
+            self._optimizer = optimizer(
+                [{"params": self._params, **hyper_parameters}],
+                offload_fraction=fraction,
+                cpu_optimizer_cls=cpu_adam,
+                gpu_optimizer_cls=gpu_adam,
+                overlap_cpu_optimizer_d2h_h2d=True,
+                pin_cpu_grads=True,
+                pin_cpu_params=True,
+                param_update_in_fp32=True,
+                bias_correction=True,
+                fused=True,
+                **hyper_parameters,
+            )
+        except RuntimeError:  # CUDA's errors and want of memory, after which the stage cannot go on
+            raise
+        except Exception as error:
+            raise UnusableError(f"its constructor has changed: {type(error).__name__}: {error}") from error
 
     def step(self) -> None:
         self._optimizer.step()

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_dos.gpu_check import STAGES, Stage
+from megatron_dos.gpu_check import STAGES, Stage, variables
 from megatron_dos.gpu_check.summary import summary, summary_of_stage
 from megatron_dos.version import __version__
 
@@ -164,6 +164,7 @@ class Supervisor:
             "started": _now(),
             "commit": _commit(),
             "arguments": sys.argv[1:],
+            "environment": {"given": variables.named(os.environ), "used": {}},
             "stages": {stage.name: {"state": "not run", "title": stage.title} for stage in stages},
         }
         if dry:
@@ -241,7 +242,9 @@ class Supervisor:
             command = [*self._worker, str(earlier), "--stages", ",".join(stage.name for stage in stages)]
             command += ["--until", str(self._until), *(["--dry-run"] if self._dry else [])]
             command += ["--parameters", str(self._parameters)] if self._parameters else []
-            environment = {**os.environ, **stages[0].environment}
+            environment = variables.of_worker(os.environ, stages[0].environment)
+            used = self.results["environment"]["used"]
+            used.update((stage.name, variables.named(environment)) for stage in stages)
             process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
             try:
                 return self._follow(process, stages, errors)

@@ -22,12 +22,12 @@ import torch
 from megatron_dos.device import CudaDevice
 from megatron_dos.gpu_check.context import Context, median
 from megatron_dos.gpu_check.lanes import Lanes
-from megatron_dos.gpu_check.rivals import HybridOptimizer, NotImportableError, Resident, ResidentOperations
+from megatron_dos.gpu_check.rivals import HybridOptimizer, Resident, ResidentOperations, UnusableError
 from megatron_dos.kernels import AdamScalars, cpu, device_kernel
 from megatron_dos.node.memory import available_host_memory
 from megatron_dos.planning.clock import Rate, durations, simulate
 from megatron_dos.planning.rival_programs import every_kth_with_serial_copies, static_split
-from megatron_dos.program.partition import OwnedRange, automatic_subgroup_size, partition
+from megatron_dos.program.partition import BYTES_PER_PARAMETER, OwnedRange, automatic_subgroup_size, partition
 from megatron_dos.program.schedule import OpKind, Placement, Program, SubgroupShape
 from megatron_dos.update.engine import EngineOptions, UpdateEngine
 from megatron_dos.update.operations import StepInputs
@@ -188,13 +188,13 @@ def _layers(context: Context) -> int:
     sizes = context.sizes
     per_layer = sum(gpt_layer(sizes.hidden, sizes.ffn, sizes.kv_channels))
     wanted = -(-sizes.parameters // per_layer)
-    host = HOST_PART * available_host_memory() / (12 + 1)  # a byte for the slots
+    host = HOST_PART * available_host_memory() / (BYTES_PER_PARAMETER + 1)  # a byte for the slots
     # On the device: params twice, both kinds of grads, half of the states, and slots.
-    device = DEVICE_PART * context.free_device_memory() / (2 + 2 + 4 + 2 + 6 + 2)
+    device = DEVICE_PART * context.free_device_memory() / (2 + 2 + 4 + 2 + BYTES_PER_PARAMETER / 2 + 2)
     fits = min(host, device) // per_layer
     page_locking = context.earlier.get("rates", {}).get("page_locking", {}).get("seconds_per_gib")
     if page_locking:
-        in_time = 0.25 * context.left() / (page_locking * 12 / 2**30)
+        in_time = 0.25 * context.left() / (page_locking * BYTES_PER_PARAMETER / 2**30)
         fits = min(fits, in_time // per_layer)
     layers = max(int(min(wanted, fits)), 1)
     if layers < wanted:
@@ -318,8 +318,8 @@ def _hybrid(context: Context, bench: Bench, rows: list[Row]) -> None:
     try:
         optimizer = HybridOptimizer(bench.params, bench.grads, 1.0, HYPER_PARAMETERS)
         first = bench.seconds(optimizer.step)
-    except NotImportableError as error:
-        context.note(f"megatron-core not importable: HybridDeviceOptimizer not measured ({error})")
+    except UnusableError as error:
+        context.note(f"HybridDeviceOptimizer not measured: {error}")
         return
     context.value(
         "hybrid",
@@ -409,9 +409,9 @@ def _rates(context: Context) -> dict[OpKind, Rate] | None:
         OpKind.GRAD_TO_HOST: Rate(links["d2h"], 4),
         OpKind.UPDATE_ON_HOST: Rate(measured["host_update"]["parameters_per_second_beside_copies"]),
         OpKind.PARAM_TO_DEVICE: Rate(links["h2d"], 2),
-        OpKind.STATES_TO_DEVICE: Rate(links["h2d"], 12),
+        OpKind.STATES_TO_DEVICE: Rate(links["h2d"], BYTES_PER_PARAMETER),
         OpKind.UPDATE_ON_DEVICE: Rate(measured["device_update"]["chosen"]["parameters_per_second"]),
-        OpKind.STATES_TO_HOST: Rate(links["d2h"], 12),
+        OpKind.STATES_TO_HOST: Rate(links["d2h"], BYTES_PER_PARAMETER),
     }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["driver_version", "gpu_count", "in_use", "numa_node", "numa_nodes"]
+__all__ = ["driver_version", "gpu_count", "in_use", "numa_node", "numa_nodes", "pci_address"]
 
 
 def in_use() -> bool:
@@ -40,10 +40,8 @@ def numa_nodes(ranks: int) -> list[int | None]:
 def _numa_node(index: int) -> tuple[int | None, str]:
     import torch
 
-    properties = torch.cuda.get_device_properties(index)
-    try:
-        address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-    except AttributeError:
+    address = pci_address(index)
+    if not address:
         return None, f"torch {torch.__version__} does not report PCI addresses"
     path = Path(f"/sys/bus/pci/devices/{address}/numa_node")
     try:
@@ -51,6 +49,17 @@ def _numa_node(index: int) -> tuple[int | None, str]:
     except (OSError, ValueError) as error:  # a hidden bus
         return None, f"{path} cannot be read ({error})"
     return (node, "") if node >= 0 else (None, f"{path} is {node}")
+
+
+def pci_address(index: int) -> str:
+    """The PCI address of a GPU; empty where torch does not report it."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    try:
+        return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    except AttributeError:
+        return ""
 
 
 def driver_version() -> str:
