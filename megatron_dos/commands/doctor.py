@@ -13,7 +13,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from enum import StrEnum
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ Exit status: 0 if training can run here, 1 if something is missing."""
 
 
 
-class State(StrEnum):
+class State(Enum):
     """How a finding stands."""
 
     OK = "ok"
@@ -47,7 +47,7 @@ class State(StrEnum):
     """Training cannot run."""
 
 
-OK, NOTE, MISSING = State
+OK, NOTE, MISSING = State.OK, State.NOTE, State.MISSING
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _SHARED_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")  # page-locked states are mapped shared
 
@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
 def _lines(finding: Finding, width: int) -> str:
     """A finding on the page, its text and its remedy in a column to the right of subjects of `width`."""
     margin = " " * (width + 11)
-    lines = hanging(finding.text, f"{finding.state:7}  {finding.subject:{width}}  ", margin)
+    lines = hanging(finding.text, f"{finding.state.value:7}  {finding.subject:{width}}  ", margin)
     return lines + (f"\n{hanging(finding.way_out, f'{margin}-> ', f'{margin}   ')}" if finding.way_out else "")
 
 
