@@ -37,7 +37,7 @@ Exit status: 0 if training can run here, 1 if something is missing."""
 
 
 
-class State(Enum):
+class State(str, Enum):
     """How a finding stands."""
 
     OK = "ok"
