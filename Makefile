@@ -37,8 +37,9 @@ software-gpu: setup ## run the CUDA path on a GPU in software: engine, Megatron,
 soak: setup ## train for 2,000 steps with checkpoints, changing shares and skips; compare with a run undisturbed
 	@$(RUN) tests/e2e/soak.py
 
-lint: setup ## check the Python code with ruff
+lint: setup ## check the Python code with ruff, and the types of the package with mypy
 	@$(RUN) -m ruff check .
+	@$(RUN) -m mypy
 
 readme: setup ## write the tables of README.md and docs/ anew from the code
 	@$(RUN) scripts/readme_tables.py
@@ -57,7 +58,7 @@ bench-step: setup ## measure the whole optimizer step and its memory against Meg
 	@$(RUN) scripts/bench_step.py
 
 clean: ## remove build and demo outputs, keep .venv
-	rm -rf build dist demo-output *.egg-info megatron_dos/_cpp_adam*.so .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist demo-output *.egg-info megatron_dos/_cpp_adam*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	rm -f $(VENV)/.stamp-package
 	find . -path ./.venv -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 

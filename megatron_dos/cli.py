@@ -105,7 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return the exit status."""
     try:
         parser = _parser()
-        options, options.more = parser.parse_known_args(argv)
+        options, more = parser.parse_known_args(argv)
+        options.more = more
         if options.more and not getattr(options, "takes_more", False):
             parser.error(f"unrecognized arguments: {' '.join(options.more)}")
         status = options.run(options)

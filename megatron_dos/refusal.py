@@ -52,12 +52,12 @@ def end_in_one_message() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher sends it when the first rank has ended: so does this
         raise SystemExit(EXIT_STATUS)  # Python exits with the status of a SystemExit that its hook raises
 
-    hook._ends_refusals = True
+    hook._ends_refusals = True  # type: ignore[attr-defined]
     sys.excepthook = hook
 
 
 def _rank_and_size() -> tuple[int, int]:
-    return tuple(int(os.environ.get(name) or default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+    return int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def _store() -> Any:

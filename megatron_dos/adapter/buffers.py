@@ -25,7 +25,9 @@ def owned_shards(optimizer: Any) -> tuple[list[Any], list[Any]]:
     return params, shards
 
 
-def owned_ranges(gbuf_ranges: Sequence[Mapping[Any, Sequence[Mapping]]], owners: Mapping[Any, int]) -> list[OwnedRange]:
+def owned_ranges(
+    gbuf_ranges: Sequence[Mapping[Any, Sequence[Mapping[str, Any]]]], owners: Mapping[Any, int]
+) -> list[OwnedRange]:
     """Read Megatron's `DistributedOptimizer.gbuf_ranges` (buffer -> dtype -> bucket -> param map).
 
     Args:

@@ -57,7 +57,7 @@ class DeferredGrads:
         """
         self.clear()
         for index, shard in enumerate(shards):
-            grad = shard.decoupled_grad
+            grad = shard.decoupled_grad  # type: ignore[attr-defined]  # Megatron's attribute
             if grad is not None and (grad.dtype != torch.float32 or self._fp32_too):
                 self._grads[index] = grad
         if not self._grads:
@@ -67,7 +67,7 @@ class DeferredGrads:
         for (index, grad), clip in zip(self._grads.items(), clips, strict=True):
             if count_zeros:
                 clip = torch.cat([clip, clip.new_zeros(grad.numel() - int(torch.count_nonzero(grad)))])
-            shards[index].decoupled_grad = clip
+            shards[index].decoupled_grad = clip  # type: ignore[attr-defined]
             self._clips[index] = clip
             self._shard_of[id(clip)] = index
         if inv_scale is not None:

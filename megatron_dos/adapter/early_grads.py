@@ -96,7 +96,7 @@ class EarlyGrads:
         self._engine = engine
         self._params = params
         _count_edits_apart(buffers)
-        self._main_grads = [param.main_grad for param in params]
+        self._main_grads = [param.main_grad for param in params]  # type: ignore[attr-defined]  # Megatron's attribute
         self._grads = [grad_of(owner) for owner in range(len(params))]
         self._owners: dict[tuple[int, int], set[int]] = {bucket: set() for bucket in engine.memory.buckets}
         for subgroup in engine.partition.subgroups:
@@ -161,7 +161,8 @@ class EarlyGrads:
 
     def _are_replaced(self, owners: Iterable[int]) -> bool:
         """Whether a parameter has another tensor for its grad than it had."""
-        return any(self._params[owner].main_grad is not self._main_grads[owner] for owner in owners)
+        now = (self._params[owner].main_grad for owner in owners)  # type: ignore[attr-defined]
+        return any(grad is not self._main_grads[owner] for grad, owner in zip(now, owners, strict=True))
 
     def _edits(self, owner: int) -> tuple[int, ...]:
         """How often what a shard's grad lies in has been written to: its parameter's grad, its bucket, its buffer."""

@@ -48,7 +48,7 @@ def hook_megatron(user: Any) -> None:
 # one of these alone does.
 
 
-def _streaming_save(save: Method, kind: type) -> Method:
+def _streaming_save(save: Method, kind: type[Any]) -> Method:
     def save_parameter_state(self: ChainedOptimizer, filename: str) -> None:
         if _is_ours(self, kind):
             parameter_file.save([one.on_file for one in self.chained_optimizers], filename)
@@ -58,7 +58,7 @@ def _streaming_save(save: Method, kind: type) -> Method:
     return save_parameter_state
 
 
-def _streaming_load(load: Method, kind: type) -> Method:
+def _streaming_load(load: Method, kind: type[Any]) -> Method:
     def load_parameter_state(self: ChainedOptimizer, filename: str, *, update_legacy_format: bool = False) -> None:
         if _is_ours(self, kind) and not update_legacy_format:
             parameter_file.load([one.on_file for one in self.chained_optimizers], filename)
@@ -68,7 +68,7 @@ def _streaming_load(load: Method, kind: type) -> Method:
     return load_parameter_state
 
 
-def _is_ours(chain: ChainedOptimizer, kind: type) -> bool:
+def _is_ours(chain: ChainedOptimizer, kind: type[Any]) -> bool:
     have_states = (isinstance(one, kind) and not one.is_stub_optimizer for one in chain.chained_optimizers)
     return len(chain.chained_optimizers) > 1 and all(have_states)
 
@@ -122,7 +122,7 @@ def _sharing(schedule: Method) -> Method:
 # --- MimoModel -----------------------------------------------------------------------------------------------------
 
 
-def _refusing(init: Method, kind: type) -> Method:
+def _refusing(init: Method, kind: type[Any]) -> Method:
     """Megatron's optimizer of a MimoModel refuses deep-states optimizers: it clips grads itself, and would not find
     these."""
 

@@ -68,7 +68,7 @@ class HostAdam(torch.optim.Optimizer):
         self._store = StateStore(engine, owners)
         self._state = LiveStates(self._store)
 
-    @property
+    @property  # type: ignore[override]  # in torch it is an attribute
     def state(self) -> LiveStates:
         """Shard -> its states."""
         return self._state
@@ -127,7 +127,7 @@ class HostAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     @ieee_environment()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure is taken
         """Update all states and params from the grads in the shards' `decoupled_grad`.
 
         Raises:

@@ -49,7 +49,7 @@ def answer_main_param(param: torch.Tensor, engine: UpdateEngine, owner: int) -> 
     vars(param).pop("main_param", None)
     kind = type(param)
     if not isinstance(getattr(kind, "main_param", None), _MainParam):
-        kind.main_param = _MainParam()
+        kind.main_param = _MainParam()  # type: ignore[attr-defined]  # see [Note: main_param]
 
 
 class _MainParam:

@@ -180,9 +180,9 @@ def choose(options: DosOptions, facts: Facts) -> Setup:
         early_slots=(options.dos_early_grad_slots or AUTOMATIC_EARLY_SLOTS) if sends_early else 0,
     )
     finds_share = facts.has_gpu and options.dos_gpu_share < 0 and not options.dos_update_stride
-    first = FirstChoice(engine.host_share)
+    first = FirstChoice(Fraction(engine.host_share))
     if finds_share and subgroups.numel:
-        first = first_choice(facts.machine(), _workload(subgroups, engine, facts), engine.resident_share)
+        first = first_choice(facts.machine(), _workload(subgroups, engine, facts), Fraction(engine.resident_share))
         engine = replace(engine, host_share=first.host_share)
     if device.shares_memory:
         engine = replace(engine, host_slots=0)

@@ -67,7 +67,8 @@ class _Rank:
         torch.set_num_threads(sizes.threads or threads.default_threads())
         self.update = HostUpdate(sizes.update, device, sizes.threads or None)
         self.threads = cpu.pool(sizes.threads or None).threads
-        self.links = Links(sizes.copy_bytes, device, sleep_on_stream) if self.has_gpu else None
+        # Phases that copy are asked for only where there is a GPU.
+        self.links: Any = Links(sizes.copy_bytes, device, sleep_on_stream) if self.has_gpu else None
 
     def about(self) -> dict[str, Any]:
         found = {"threads": self.threads, "has_gpu": self.has_gpu}

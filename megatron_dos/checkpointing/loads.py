@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
@@ -44,7 +44,7 @@ from megatron_dos.wrapping import wrap_once
 __all__ = ["LoadsInPlace", "require_same_size"]
 
 
-def require_same_size(name: str, states: dict[str, torch.Tensor], given: dict[str, Any]) -> None:
+def require_same_size(name: str, states: Mapping[str, torch.Tensor], given: Mapping[str, Any]) -> None:
     """Refuse tensors of a checkpoint that do not fit the states they are for, before any is copied.
 
     Raises:
@@ -174,7 +174,7 @@ def _comparing_checksums(reader: FileSystemReader) -> Iterator[None]:
         content.seek(0)
         if is_archive:
             try:
-                torch_file.check_stream(_FromItsEnd(content, part.length))
+                torch_file.check_stream(cast("IO[bytes]", _FromItsEnd(content, part.length)))
             except OSError:
                 raise
             except Exception as error:  # whatever zipfile stumbles over in an archive that was whole once
@@ -185,7 +185,7 @@ def _comparing_checksums(reader: FileSystemReader) -> Iterator[None]:
                 ) from error
         return content
 
-    reader._slice_file = checked
+    reader._slice_file = checked  # type: ignore[assignment,method-assign]  # of this reader alone
     try:
         yield
     finally:
@@ -214,7 +214,8 @@ def _require_whole_files(reader: FileSystemReader) -> None:
     Raises:
         CheckpointError: names the file.
     """
-    files, ends = getattr(reader, "fs", None), {}
+    files = getattr(reader, "fs", None)
+    ends: dict[str, int] = {}
     for part in reader.storage_data.values():
         ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
     if files is None:  # a reader of something else than files
@@ -302,7 +303,9 @@ def _require_tensors(held: Mapping[str, Any], wanted: Mapping[str, tuple[int, ..
         CheckpointError: names the tensor.
     """
     # Optimizers of a chain may have a prefix of their own.
-    shapes = {key[max(key.find("optimizer.state."), 0) :]: getattr(held[key], "size", None) for key in held}
+    shapes: dict[str, Any] = {
+        key[max(key.find("optimizer.state."), 0) :]: getattr(held[key], "size", None) for key in held
+    }
     for key, shape in wanted.items():
         if key not in shapes:
             raise CheckpointError(

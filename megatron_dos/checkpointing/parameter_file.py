@@ -43,7 +43,9 @@ UNCHANGED = (
 class Optimizer(Protocol):
     """One that holds a part of the states."""
 
-    data_parallel_group_gloo: Any
+    @property
+    def data_parallel_group_gloo(self) -> Any:
+        """The process group over which the states are sent."""
 
     def require_whole_states(self, what: str) -> None:
         """Raise CheckpointError if `what` must not be done with the states as they are."""

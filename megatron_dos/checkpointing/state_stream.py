@@ -31,7 +31,7 @@ class DividedTensor:
     """
 
     buckets: Sequence[tuple[int, int]]
-    views: Sequence[tuple[int, torch.Tensor]]
+    views: list[tuple[int, torch.Tensor]]
 
     @property
     def numel(self) -> int:
@@ -132,6 +132,7 @@ def scatter(
     for number, tensor in enumerate(tensors):
         for rank, start, stop in tensor.chunks(group.size()):
             if me == 0:
+                assert sources is not None, "the first rank has the sources"
                 part = sources[number][start:stop]
                 chunk = part.float()
             elif rank == me:

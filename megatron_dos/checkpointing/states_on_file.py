@@ -143,8 +143,9 @@ class StatesOnFile:
                 f"params of shapes {missing} are not in the model's sharded state dict: it has to be made with "
                 "keep_vars=True"
             )
-        slices = {index: slices_of(entry_of[param]) for index, param in enumerate(self._numbered_params())}
-        self._loads_whole_tensors = not may_be_cut() or None in slices.values()
+        cuts = {index: slices_of(entry_of[param]) for index, param in enumerate(self._numbered_params())}
+        slices = {index: of_param for index, of_param in cuts.items() if of_param is not None}
+        self._loads_whole_tensors = not may_be_cut() or len(slices) < len(cuts)
         if self._loads_whole_tensors:
             self._gathers_whole_buffers = True
             try:

@@ -106,7 +106,8 @@ def write(path: str | os.PathLike[str], folder: str, content: Any, chunks: Itera
 def _entry(name: str, start: int) -> zipfile.ZipInfo:
     """The header of a record, for byte `start` of the file, with padding that aligns what follows it."""
     sizes = 20  # the field that zipfile puts in front of ours
-    padding = -(start + zipfile.sizeFileHeader + len(name) + sizes + 4) % ALIGNMENT
+    header = zipfile.sizeFileHeader  # type: ignore[attr-defined]  # not in its types
+    padding = -(start + header + len(name) + sizes + 4) % ALIGNMENT
     entry = zipfile.ZipInfo(name)  # of 1980: two files with the same content are the same
     entry.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
     return entry

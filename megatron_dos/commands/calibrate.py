@@ -223,27 +223,27 @@ class Ranks:
     def close(self) -> None:
         for process in self._processes:
             with contextlib.suppress(OSError):
-                process.stdin.close()  # the end of its requests
+                _of(process.stdin).close()  # the end of its requests
         for process in self._processes:
             try:
                 process.wait(timeout=10)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-            process.stdout.close()
+            _of(process.stdout).close()
         for errors in self._errors:
             errors.close()
 
     def _tell(self, request: Mapping[str, Any], processes: Sequence[subprocess.Popen[str]]) -> None:
         for process in processes:
             with contextlib.suppress(BrokenPipeError):  # its answer reports that
-                process.stdin.write(json.dumps(request) + "\n")
-                process.stdin.flush()
+                _of(process.stdin).write(json.dumps(request) + "\n")
+                _of(process.stdin).flush()
 
     def _answers(self, processes: Sequence[subprocess.Popen[str]]) -> list[dict[str, Any]]:
         answers = []
         for rank, process in enumerate(processes):
-            line = process.stdout.readline()
+            line = _of(process.stdout).readline()
             found = json.loads(line) if line else {"error": self._last_words(rank)}
             if "error" in found:
                 raise CommandError(f"rank {rank} cannot measure: {found['error']}")
@@ -319,7 +319,8 @@ def _machine(
     for name, source in fallback.sources.items():
         if name not in values:
             take(name, getattr(fallback, name), str(source), fallback.name)
-    return Machine(name=socket.gethostname(), sources=sources, fingerprint=fingerprint, **values)
+    facts: dict[str, Any] = values
+    return Machine(name=socket.gethostname(), sources=sources, fingerprint=fingerprint, **facts)
 
 
 _UNITS = {
@@ -347,3 +348,9 @@ def _page(machine: Machine) -> str:
     if preset_name := machine.preset_of_gpu:
         head += f"host measured, GPU values of preset {preset_name}: plan and simulate take it by --machine FILE only\n"
     return f"{head}\n{table(['value', 'figure', 'unit', 'from'], rows, left=(0, 2, 3))}"
+
+
+def _of(pipe: IO[str] | None) -> IO[str]:
+    """A pipe of a process that was started with pipes."""
+    assert pipe is not None
+    return pipe

@@ -158,7 +158,7 @@ def _records(line: str) -> Iterator[tuple[int, dict[str, float] | None]]:
         for text in fields:
             pair = _FIELD.fullmatch(text)
             number = _number(pair[2]) if pair else None
-            if number is not None:
+            if pair and number is not None:
                 values[pair[1]] = number
         yield int(record[1]), values if _COUNTS[0] in values else None
 
@@ -212,7 +212,7 @@ def _is_loss(name: str) -> bool:
 
 def _pair(a: Log, b: Log, iteration: int, name: str) -> tuple[float, float]:
     """The values of both logs; NaN for one that Megatron has not printed."""
-    return tuple(log.values[iteration].get(name, math.nan) for log in (a, b))
+    return a.values[iteration].get(name, math.nan), b.values[iteration].get(name, math.nan)
 
 
 def _figure(name: str, rows: Sequence[tuple[int, float, float]], tolerance: float) -> dict[str, Any]:

@@ -267,7 +267,7 @@ def _megatron_core(installed: str | None, checkout: str | None) -> Finding:
     supported = installed is not None and MEGATRON.include(installed)
     if checkout is not None and (installed is None or supported):
         return Finding("megatron-core", OK, f"{installed} is installed" if installed else "none but the checkout's own")
-    if supported:
+    if installed and supported:
         return Finding("megatron-core", OK, installed)
     text = f"{installed} is not supported: {patching.known_versions()} are" if installed else "not installed"
     if checkout is not None:

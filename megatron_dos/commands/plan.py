@@ -110,7 +110,7 @@ def _plan(scenario: Scenario) -> dict[str, Any]:
         )
     except MemoryFitError as error:
         way_out = error.shortage.text(flags_begin="--")  # with the flags of this command
-        raise CommandError(f"{scenario.name} on {plural(scenario.job.layout.gpus, 'GPU')}: {way_out}") from error
+        raise CommandError(f"{scenario.name} on {plural(scenario.known_job.layout.gpus, 'GPU')}: {way_out}") from error
     memory = choice.memory
     kept = scenario.params + scenario.grads
 
@@ -138,14 +138,14 @@ def _plan(scenario: Scenario) -> dict[str, Any]:
     notes = list(scenario.notes)
     if fits:
         notes.append("the states fit on the GPUs: without deep optimizer states Megatron is faster here")
-    layout, training = scenario.job.layout, scenario.job.training
+    layout, training = scenario.known_job.layout, scenario.known_job.training
     batch = training.micro_batch * training.micro_batches * layout.data
     return {
         "model": {
             "name": scenario.name,
-            "source": scenario.job.source,
+            "source": scenario.known_job.source,
             "parameters": scenario.parameters,
-            **asdict(scenario.job.shape),
+            **asdict(scenario.known_job.shape),
         },
         "layout": {**asdict(layout), "data": layout.data, "ranks_per_node": work.ranks},
         "training": {"global_batch": batch, **asdict(training)},
@@ -200,7 +200,7 @@ def _plan(scenario: Scenario) -> dict[str, Any]:
 
 def _or_narrower_grads(scenario: Scenario) -> str:
     """A further remedy for params and grads that do not fit, if there is one."""
-    way_out = scenario.job.training.narrower_grads
+    way_out = scenario.known_job.training.narrower_grads
     would_fit = scenario.params + scenario.grads / 2 < scenario.machine.gpu_memory
     return f", or give {way_out}" if way_out and would_fit else ""
 
@@ -230,7 +230,7 @@ def _launch(scenario: Scenario, choice: Choice, advised: float) -> list[str]:
         settings = replace(settings, dos_early_grad_slots=slots, dos_overlap_grad_d2h=early)
     if advised:
         settings = replace(settings, dos_resident_share=advised)
-    return [flag for flag in launch_flags(settings, overlaps=overlaps) if flag not in scenario.job.launch]
+    return [flag for flag in launch_flags(settings, overlaps=overlaps) if flag not in scenario.known_job.launch]
 
 
 def _resident_advice(scenario: Scenario, choice: Choice) -> float:
@@ -243,7 +243,7 @@ def _resident_advice(scenario: Scenario, choice: Choice) -> float:
 
 
 def _page(scenario: Scenario, plan: dict[str, Any]) -> str:
-    layout, choice, training = scenario.job.layout, plan["choice"], plan["training"]
+    layout, choice, training = scenario.known_job.layout, plan["choice"], plan["training"]
     groups = [
         f"{name} {size}"
         for name, size in (
@@ -256,7 +256,7 @@ def _page(scenario: Scenario, plan: dict[str, Any]) -> str:
         if size > 1 or name == "data"
     ]
     parts = [
-        f"{scenario.name}: {scenario.parameters:,} parameters ({scenario.job.source})\n"
+        f"{scenario.name}: {scenario.parameters:,} parameters ({scenario.known_job.source})\n"
         f"{plural(layout.gpus, 'GPU')}, {plan['layout']['ranks_per_node']} a node; parallel: {', '.join(groups)}\n"
         f"global batch {training['global_batch']} x sequence {training['sequence']}, micro-batches "
         f"{training['micro_batches']} of {training['micro_batch']}, recompute {training['recompute']}, gradients of "

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_dos.calibration import cache as calibration
 from megatron_dos.commands import CommandError
@@ -95,7 +95,13 @@ class Scenario:
         return self.settings.dos_resident_share
 
     @property
-    def asked(self) -> dict[str, float]:
+    def known_job(self) -> Job:
+        """The job, where it is known: always for `plan`."""
+        assert self.job is not None
+        return self.job
+
+    @property
+    def asked(self) -> dict[str, Any]:
         """What the GPU is to update where that is not left to be found: the argument of `perf_model.choose`."""
         if self.settings.dos_update_stride:
             return {"stride": self.settings.dos_update_stride}
@@ -335,7 +341,7 @@ def _forward_flops(job: Job, number: int, stage: Stage) -> float:
     shape, layout, training = job.shape, job.layout, job.training
     tokens = training.micro_batch * training.sequence / layout.context
     words = shape.padded_vocab_size // layout.tensor * shape.hidden_size
-    multiplied = stage.dense - (words + shape.max_position_embeddings * shape.hidden_size if number == 0 else 0)
+    multiplied: float = stage.dense - (words + shape.max_position_embeddings * shape.hidden_size if number == 0 else 0)
     if number == layout.pipeline - 1 and number == 0 and not shape.untied:
         multiplied += words  # the output layer multiplies with the embedding
     if stage.experts:

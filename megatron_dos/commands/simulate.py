@@ -153,7 +153,7 @@ def _ours_as_asked(scenario: Scenario, options: argparse.Namespace, resident: Fr
     from megatron_dos.planning.choice import choose
     from megatron_dos.planning.model import on_the_clock, program_for
 
-    gpu = _asked(scenario, options)
+    gpu: dict[str, Any] = _asked(scenario, options)
     # `plan` reports whether it fits: here memory is unlimited.
     machine = replace(scenario.machine, gpu_memory=1e18, host_memory=1e18)
     choice = choose(machine, scenario.work, resident_share=resident, **gpu)

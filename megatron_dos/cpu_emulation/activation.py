@@ -62,7 +62,7 @@ def _disable_compile() -> None:
     dynamo = importlib.import_module("torch._dynamo")
     dynamo.config.disable = True  # where it was imported before, it has not seen the variable
 
-    def not_compiled(model: Callable | None = None, **options: Any) -> Callable:
+    def not_compiled(model: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
         return model if model is not None else lambda function: function
 
     torch.compile = not_compiled

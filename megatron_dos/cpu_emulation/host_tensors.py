@@ -107,7 +107,7 @@ _INDEXING = {
 _SHAPING = {torch.Tensor.view_as, torch.Tensor.expand_as, torch.Tensor.reshape_as}
 
 
-def _may_mix(func: Callable, args: Any, host: list[torch.Tensor]) -> bool:
+def _may_mix(func: Callable[..., Any], args: Any, host: list[torch.Tensor]) -> bool:
     """Whether a GPU would take these host tensors together with device tensors."""
     if func in _CROSSING:
         return True
@@ -116,7 +116,7 @@ def _may_mix(func: Callable, args: Any, host: list[torch.Tensor]) -> bool:
     return all(tensor.dim() == 0 for tensor in host)
 
 
-def _name_of(func: Callable) -> str:
+def _name_of(func: Callable[..., Any]) -> str:
     owner = getattr(func, "__self__", None)  # getters and setters are methods of their property
     return getattr(owner, "__name__", None) or getattr(func, "__qualname__", None) or repr(func)
 
@@ -125,7 +125,7 @@ class HostTensor(torch.Tensor):
     """A tensor in host memory. Only its Python type differs from a plain tensor's, and only under emulation."""
 
     @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with no_dispatch():
             inputs = [tensor for tensor in _tensors_in((args, kwargs)) if _on_cpu(tensor)]
@@ -151,12 +151,12 @@ class HostTensor(torch.Tensor):
 
             return map_tensors(result, place)
 
-    def __reduce_ex__(self, protocol: int) -> Any:
+    def __reduce_ex__(self, protocol: Any) -> Any:
         # Files and messages must not name this class: a process without the emulation has to read them.
         with no_dispatch():
             return self.detach().as_subclass(torch.Tensor).requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
-    def __deepcopy__(self, memo: dict) -> torch.Tensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         # torch's own would make a plain tensor of it. Views of one storage become separate copies here.
         if id(self) not in memo:
             memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)

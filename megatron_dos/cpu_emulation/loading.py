@@ -23,7 +23,7 @@ def replace_data_loading() -> None:
     make_loader = DataLoader.__init__
 
     @functools.wraps(make_loader)
-    def loader(self: DataLoader, *args: Any, **kwargs: Any) -> None:
+    def loader(self: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
         make_loader(self, *args, **kwargs)
         self.pin_memory = False
         if self.generator is None:  # [Note: two generators]

@@ -37,10 +37,10 @@ class Generator(metaclass=_GeneratorType):
     pass
 
 
-class DefaultGenerators(Sequence):
+class DefaultGenerators(Sequence[torch.Generator]):
     """torch.cuda.default_generators: one generator for each device, all the same one here."""
 
-    def __getitem__(self, device: Any) -> torch.Generator:
+    def __getitem__(self, device: Any) -> torch.Generator:  # type: ignore[override]  # no slices
         device_index(device)
         return torch.default_generator
 

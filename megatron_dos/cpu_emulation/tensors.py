@@ -30,7 +30,7 @@ _TENSOR_NUMPY = torch.Tensor.numpy
 _TENSOR_ARRAY = torch.Tensor.__array__
 
 
-def _factory(make: Callable, inherits: bool) -> Callable:
+def _factory(make: Callable[..., Any], inherits: bool) -> Callable[..., Any]:
     """Wrap a function that makes tensors: GPU devices become the CPU, and the result is marked by its kind.
 
     inherits: without `device=` the result is where the first argument is, if that is a tensor; else it is on the host.
@@ -78,9 +78,9 @@ _NEW_METHODS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_t
 # fmt: on
 
 
-def _tensor_to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _tensor_to(self: torch.Tensor, *given: Any, **kwargs: Any) -> torch.Tensor:
     """Tensor.to: a move between host and device is a copy, as on a GPU, and never an alias."""
-    args = list(args)
+    args = list(given)
     if "other" in kwargs:
         args.insert(0, kwargs.pop("other"))
     if args and isinstance(args[0], torch.Tensor):  # to(other): its place and its dtype
@@ -175,7 +175,7 @@ def _tensor_get_device(self: torch.Tensor) -> int:
     return current_device() if is_device(self) else -1
 
 
-def _random_method(draw: Callable) -> Callable:
+def _random_method(draw: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap Tensor.normal_ and its like: host tensors draw from the host's generator ([Note: two generators])."""
 
     @functools.wraps(draw)
@@ -255,7 +255,7 @@ def replace_parameter_methods() -> None:
                 data = data.detach().as_subclass(torch.Tensor)
         return make(cls, data, requires_grad)
 
-    def taking_out(method: Callable) -> Callable:
+    def taking_out(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def wrapper(self: torch.nn.Parameter, *args: Any, **kwargs: Any) -> torch.Tensor:
             result = method(self, *args, **kwargs)

@@ -45,7 +45,7 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # COMPUTE runs beside the caller's stream, so that updates are not held up by releases waiting there.
-        self._streams = {
+        self._streams: dict[Stream, torch.cuda.Stream] = {
             stream: torch.cuda.Stream(device) for stream in Stream if stream not in (Stream.CPU, Stream.RELEASE)
         }
         self._spare_events: list[torch.cuda.Event] = []

@@ -50,7 +50,8 @@ class SimDevice:
         self.hold_back = hold_back
         self.check = check
         self._random = random.Random(seed)
-        self._forget()
+        self._begun: set[int] = set()
+        self._stream_waits = False
 
     def begin(self, op: Op, handler: Callable[[Op], Any]) -> None:
         """Run an operation ahead of its program, see `Device`, or by chance it and all after it in the program."""

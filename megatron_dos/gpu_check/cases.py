@@ -7,7 +7,9 @@ The tests of the kernels use them, too.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -162,13 +164,13 @@ def as_tensor(array: np.ndarray, offset: int = 0) -> torch.Tensor:
     whole = torch.from_numpy(memory)
     dtype = torch.bfloat16 if array.dtype == np.uint16 else DTYPES[array.dtype.name][1]
     tensor = whole[start : start + array.nbytes].view(dtype)
-    tensor.guarded = (memory, start, start + array.nbytes)
+    tensor.guarded = (memory, start, start + array.nbytes)  # type: ignore[attr-defined]
     return tensor
 
 
 def neighbours_intact(tensor: torch.Tensor) -> bool:
     """Whether the bytes around an `as_tensor` tensor are untouched."""
-    memory, start, end = tensor.guarded
+    memory, start, end = tensor.guarded  # type: ignore[attr-defined]
     return bool((memory[:start] == 0x5A).all() and (memory[end:] == 0x5A).all())
 
 
@@ -177,7 +179,7 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
-def run_on_tensors(case: Case, run, offsets: dict[str, int] | None = None) -> Case:
+def run_on_tensors(case: Case, run: Callable[..., Any], offsets: dict[str, int] | None = None) -> Case:
     """A kernel with the arguments of `kernels.device_kernel.DeviceKernel` on tensor copies; checks their neighbours."""
     offsets = offsets or {}
     names = ("param", "exp_avg", "exp_avg_sq", "grad")
@@ -190,5 +192,5 @@ def run_on_tensors(case: Case, run, offsets: dict[str, int] | None = None) -> Ca
     result = {name: as_array(tensor) for name, tensor in tensors.items()}
     if (bits(result["grad"]) != bits(case.grad)).any():
         raise AssertionError("grad was written")
-    out = None if out is None else as_array(out)
-    return Case(**result, out=out, scalars=case.scalars, grad_scale=case.grad_scale, unscale=case.unscale)
+    new_params = None if out is None else as_array(out)
+    return Case(**result, out=new_params, scalars=case.scalars, grad_scale=case.grad_scale, unscale=case.unscale)

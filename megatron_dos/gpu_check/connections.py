@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from fractions import Fraction
+from functools import partial
 
 from megatron_dos.gpu_check.context import Context, median
 from megatron_dos.gpu_check.step_time import Bench, gpt_layer
@@ -29,7 +30,7 @@ def run(context: Context) -> None:
         if number > 1 and context.left() < 2:
             break
         for share, each in seconds.items():
-            each.append(bench.seconds(lambda share=share: bench.update(share)))
+            each.append(bench.seconds(partial(bench.update, share)))
             if number == 0:  # compiles and touches pages
                 each.clear()
     context.value("CUDA_DEVICE_MAX_CONNECTIONS", os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))

@@ -113,6 +113,8 @@ def make_case(dtypes: str, elements: int, subgroups: int, seed: int, odd: bool =
 class Run:
     """An engine on a case. The engine's device is this object, so that `device` can be exchanged."""
 
+    shares_memory = False
+
     case: Case
     place: torch.device
     device: Any
@@ -359,7 +361,7 @@ def _edges(program: Program) -> list[list[tuple[int, int]]]:
 def _shows(context: Context, run: Run, expected: list[torch.Tensor], op: int, dependency: int) -> bool:
     """Whether one step without this dependency gives other bits."""
     if context.dry:
-        late = SimDevice(seed=op, hold_back=dependency, check=False)
+        late: Any = SimDevice(seed=op, hold_back=dependency, check=False)
     else:
         late = Delays(context, _cuda(context), seed=0, late=dependency)
     run.device = Without(op, dependency, late)

@@ -61,7 +61,7 @@ def _compare(context: Context, name: str, kernel: Kernel, place: torch.device) -
         cases += 1
     numbers = itertools.count()
     while next(numbers) < context.sizes.kernel_campaign and share.left() > 2 and len(faults) < SHOWN:
-        grad, out = rng.choice(list(DTYPES)), rng.choice(list(DTYPES))
+        grad, out = str(rng.choice(list(DTYPES))), str(rng.choice(list(DTYPES)))
         case = _case(rng, int(rng.integers(0, context.sizes.kernel_elements)), grad, out)
         faults += _faults(f"random case {cases}, grad {grad}, out {out}", kernel, case, place, 0)
         cases += 1
@@ -107,7 +107,9 @@ def _arbitrary(rng: np.random.Generator, numel: int, grad: str, out: str) -> Cas
         return rng.integers(0, 2 ** (8 * raw.itemsize), numel, dtype=f"uint{8 * raw.itemsize}").view(raw)
 
     return Case(
-        *(random_bits("float32") for _ in range(3)),
+        param=random_bits("float32"),
+        exp_avg=random_bits("float32"),
+        exp_avg_sq=random_bits("float32"),
         grad=random_bits(grad),
         out=np.zeros(numel, DTYPES[out][0]),
         scalars=random_scalars(rng, l2_mode=False),
@@ -135,7 +137,8 @@ def _faults(what: str, kernel: Kernel, case: Case, place: torch.device, offset: 
 def _run_on(place: torch.device, kernel: Kernel, case: Case, offset: int) -> tuple[dict[str, np.ndarray], list[str]]:
     """The arrays after the kernel's step on `place`, and the names of those around which memory was written."""
     arrays = {name: getattr(case, name) for name in ("param", "exp_avg", "exp_avg_sq", "grad", "out")}
-    memory, tensors = {}, {}
+    memory: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor | None] = {}
     for name, array in arrays.items():
         if array is None:
             tensors[name] = None
@@ -143,8 +146,7 @@ def _run_on(place: torch.device, kernel: Kernel, case: Case, offset: int) -> tup
         host = as_tensor(array)
         start = GUARD + offset * array.itemsize
         memory[name] = torch.full((start + array.nbytes + GUARD,), 0x5A, dtype=torch.uint8, device=place)
-        tensors[name] = memory[name][start : start + array.nbytes].view(host.dtype)
-        tensors[name].copy_(host)
+        tensors[name] = memory[name][start : start + array.nbytes].view(host.dtype).copy_(host)
     out = tensors.pop("out")
     kernel(*tensors.values(), case.scalars, case.unscale, case.grad_scale, out)
     result, damaged = {}, []

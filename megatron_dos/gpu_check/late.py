@@ -107,7 +107,7 @@ def _submit_late(milliseconds: float, handler: Callable[[Op], Any], op: Op) -> A
 class LateTicket:
     """Stands for an update on the CPU that is handed to the worker threads late."""
 
-    def __init__(self, submitted: Future) -> None:
+    def __init__(self, submitted: Future[Any]) -> None:
         self._submitted = submitted
 
     def wait(self) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -156,7 +157,7 @@ def _counted() -> Iterator[dict[str, int]]:
 
 
 @contextlib.contextmanager
-def _counted_class(counted: type, made: dict[str, int], name: str) -> Iterator[None]:
+def _counted_class(counted: Any, made: dict[str, int], name: str) -> Iterator[None]:
     original, own = counted.__init__, "__init__" in vars(counted)
 
     def init(self: object, *args: object, **kwargs: object) -> None:

@@ -90,7 +90,7 @@ class HybridOptimizer:
         self.gpu_optimizer = f"{gpu_adam.__module__}.{gpu_adam.__qualname__}"
         self._params = [torch.nn.Parameter(param) for param in params]
         for param, grad in zip(self._params, grads, strict=True):
-            param.decoupled_grad = grad  # where the distributed optimizer puts it for this optimizer
+            param.decoupled_grad = grad  # type: ignore[attr-defined]  # where the distributed optimizer puts it for this optimizer
         # Megatron's arguments with --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d, the rest at its defaults.
         try:
             self._optimizer = optimizer(

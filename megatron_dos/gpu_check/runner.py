@@ -254,7 +254,7 @@ class Supervisor:
                 process.wait()
                 errors.close()
 
-    def _follow(self, process: subprocess.Popen, stages: list[Stage], errors: Any) -> int:
+    def _follow(self, process: subprocess.Popen[str], stages: list[Stage], errors: Any) -> int:
         """Take a worker's messages until it ends, or has to be ended."""
         lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=_read_lines, args=(process, lines), daemon=True).start()
@@ -314,6 +314,7 @@ class Supervisor:
         """Write the file anew, so that it is whole at any moment."""
         self.results["seconds"] = round(time.monotonic() - self._began, 2)
         self.results["verdict"] = verdict(self.results, self._stages)
+        assert self.path is not None, "the first stage, or its end, chooses it"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_name(self.path.name + ".part")
         temporary.write_text(json.dumps(self.results, indent=1) + "\n")
@@ -361,13 +362,13 @@ def _python(code: str) -> list[str]:
     return [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}; {code}"]
 
 
-def _read_lines(process: subprocess.Popen, lines: queue.Queue[str | None]) -> None:
-    for line in process.stdout:
+def _read_lines(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
+    for line in process.stdout or ():
         lines.put(line)
     lines.put(None)
 
 
-def _stacks(process: subprocess.Popen, errors: Any) -> str:
+def _stacks(process: subprocess.Popen[str], errors: Any) -> str:
     """Where every thread of a hung worker is; the worker is then killed."""
     process.send_signal(signal.SIGUSR1)  # its handler prints the stacks, also while the GIL is held
     time.sleep(STACKS)
@@ -411,14 +412,14 @@ def _bundled_pybind11(temporary: Path) -> str:
 
 def _default_path(gpu: str, dry: bool) -> Path:
     """A file that is not there yet. A dry run's is never in docs/results."""
-    folder = os.environ.get("OUT")
-    if not folder:
+    folder = Path(os.environ.get("OUT", ""))
+    if not os.environ.get("OUT"):
         folder = Path.cwd() if CHECKOUT is None else CHECKOUT / "build" if dry else CHECKOUT / "docs" / "results"
     kind = "dry-run" if dry else re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
     stem = f"gpu-check-{kind}-{datetime.date.today().isoformat()}"
-    path, number = Path(folder) / f"{stem}.json", 2
+    path, number = folder / f"{stem}.json", 2
     while path.exists():
-        path, number = Path(folder) / f"{stem}-{number}.json", number + 1
+        path, number = folder / f"{stem}-{number}.json", number + 1
     return path
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from megatron_dos.words import gib
 
 __all__ = ["Bench", "gpt_layer", "run"]
 
-HYPER_PARAMETERS = {"lr": 1e-4, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+HYPER_PARAMETERS: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
 HALF = Fraction(1, 2)
 SWEEP = tuple(Fraction(percent, 100) for percent in (70, 60, 80, 90, 40, 30))
 """GPU's shares that are tried besides 0, 0.5 and 1, the likelier ones first."""
@@ -207,7 +208,7 @@ def _layers(context: Context) -> int:
 
 def _same_bits(context: Context, bench: Bench) -> None:
     """One step at full size, placed in three ways."""
-    results = {}
+    results: dict[str, Any] = {}
     for share in (Fraction(0), HALF, Fraction(1)):
         if results and context.left() < 60 and not context.dry:
             context.note("The bits at full size were compared for fewer shares, for lack of time.")
@@ -290,8 +291,8 @@ def _sweep(context: Context, bench: Bench, rows: list[Row]) -> Fraction:
         if context.left() < SWEEP_SECONDS and not context.dry:
             context.note(f"The sweep of shares ended before GPU share {float(share):.2f}, for lack of time.")
             break
-        bench.seconds(lambda share=share: bench.update(share))
-        seconds[share] = min(bench.seconds(lambda share=share: bench.update(share)) for _ in range(2))
+        bench.seconds(partial(bench.update, share))
+        seconds[share] = min(bench.seconds(partial(bench.update, share)) for _ in range(2))
         context.value(
             "sweep_seconds_of_gpu_share", {f"{float(share):.2f}": seconds[share] for share in sorted(seconds)}
         )
@@ -348,7 +349,7 @@ def _low_precision(context: Context, bench: Bench, rows: list[Row], best: Fracti
             Row(
                 f"{_name_of(best)}, bf16 grads {'as FP32' if as_fp32 else 'as they are'}",
                 f"bf16 main grads, {what}",
-                lambda as_fp32=as_fp32: bench.update(best, low=True, grads_as_fp32=as_fp32),
+                partial(bench.update, best, low=True, grads_as_fp32=as_fp32),
             )
         )
 

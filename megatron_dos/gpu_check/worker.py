@@ -142,8 +142,9 @@ def _psutil() -> types.ModuleType:
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         return types.SimpleNamespace(available=int(fields["MemAvailable"].split()[0]) * 1024)
 
-    module.NoSuchProcess, module.Process, module.virtual_memory = NoSuchProcess, Process, virtual_memory
-    module.is_stand_in = True
+    vars(module).update(
+        NoSuchProcess=NoSuchProcess, Process=Process, virtual_memory=virtual_memory, is_stand_in=True
+    )
     return module
 
 

@@ -105,7 +105,7 @@ def _close_pools() -> None:
         each.close()
 
 
-def _addresses(operands: Operands) -> tuple:
+def _addresses(operands: Operands) -> tuple[Any, ...]:
     """A piece as the C++ module takes it, after every check that addresses do not allow."""
     param, exp_avg, exp_avg_sq, grad, scalars, unscale, grad_scale, out = operands
     numel = param.numel() if isinstance(param, torch.Tensor) else 0

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 __all__ = ["driver_version", "gpu_count", "in_use", "numa_node", "numa_nodes", "pci_address"]
 
@@ -55,7 +56,7 @@ def pci_address(index: int) -> str:
     """The PCI address of a GPU; empty where torch does not report it."""
     import torch
 
-    properties = torch.cuda.get_device_properties(index)
+    properties: Any = torch.cuda.get_device_properties(index)
     try:
         return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     except AttributeError:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -61,7 +62,7 @@ class Node:
         return [rank for rank in self.ranks if rank.container == self.own.container]
 
 
-_met: tuple[weakref.ref, Node] | None = None  # and of which process group
+_met: tuple[weakref.ref[Any], Node] | None = None  # and of which process group
 _meetings = 0
 
 

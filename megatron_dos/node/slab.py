@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 import sys
+from typing import Any
 
 import torch
 
@@ -76,7 +77,7 @@ def _clear_pending_error() -> None:
         torch.empty(1, device="cuda").fill_(0)
 
 
-def _unlock(cudart, address: int, owner: int) -> None:
+def _unlock(cudart: Any, address: int, owner: int) -> None:
     # At the end of the process CUDA may be gone, and a forked child has no CUDA; its copy of the memory just goes.
     if os.getpid() == owner and not sys.is_finalizing():
         cudart.cudaHostUnregister(address)

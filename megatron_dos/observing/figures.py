@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_dos.program.partition import BYTES_PER_PARAMETER
 from megatron_dos.program.schedule import STAGING, Op, OpKind, Placement, Resource
@@ -149,7 +150,8 @@ def slot_stalls(timeline: Timeline) -> dict[str, float]:
 
     Ready is an operation when what it reads has been written and its predecessor on its stream has ended.
     """
-    ends, stalls = timeline.ends, {}
+    ends = timeline.ends
+    stalls: dict[Any, Any] = {}
     last_write: dict[Resource, int] = {}
     reads_since: dict[Resource, list[int]] = {}
     previous: dict[object, int] = {}

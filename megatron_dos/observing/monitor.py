@@ -13,7 +13,7 @@ import tempfile
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -73,7 +73,7 @@ class StepMonitor:
         options: DosOptions,
         *,
         tunes: bool = False,
-        costs: dict[OpKind, float] | None = None,
+        costs: Mapping[OpKind, float] | None = None,
         rank: int = 0,
         announces: bool = True,
         label: str = "",
@@ -188,6 +188,7 @@ class StepMonitor:
             "gpu_share": found.device_share,
             "slot_stalls": dict(found.slot_stalls),
         }
+        assert self._folder is not None, "no step is traced without one"
         try:
             write_chrome_trace(
                 self._folder / name, {f"rank {self._rank}": spans}, first_pid=self._rank, about=about, overwrite=True
@@ -225,7 +226,7 @@ def _is_logged(here: Training | None, iteration: int | None) -> bool:
 
 def _is_profiled(here: Training | None, iteration: int | None) -> bool:
     """Whether Megatron's own profiler flags (--profile and related ones) cover this iteration on this rank."""
-    args = here.args if here else None
+    args: Any = here.args if here else None
     return (
         iteration is not None
         and getattr(args, "profile", False)

@@ -276,7 +276,8 @@ def figure_of(tracks: Tracks, title: str = "") -> Figure:
         raise ValueError("tracks: no span to draw")
     begin, end = min(span.start_s for span in spans), max(span.end_s for span in spans)
     names = list(dict.fromkeys(span.name for lane in lanes_of(spans).values() for span in lane))
-    palette = colormaps["tab10" if len(names) <= 10 else "tab20"].colors
+    listed: Any = colormaps["tab10" if len(names) <= 10 else "tab20"]
+    palette = listed.colors
     colours = {name: palette[index % len(palette)] for index, name in enumerate(names)}
     heights = [max(len(lanes_of(track)), 1) for track in tracks.values()]
     # No pyplot: it would choose a backend for the whole process, and keep the figure.

@@ -123,8 +123,9 @@ class DosOptions:
         return typing.get_type_hints(cls)
 
 
-def _check_value(option: dataclasses.Field, value: Any) -> None:
+def _check_value(option: dataclasses.Field[Any], value: Any) -> None:
     flag, kind = flag_of(option.name), DosOptions.types()[option.name]
+    number: Any = value
     # bool is a subclass of int, and True is no number of threads.
     if type(value) is not kind and not (kind is float and type(value) is int):
         raise UnsupportedOptionError(f"{flag} takes {_NAMES[kind]}, not {value!r}.")
@@ -132,11 +133,11 @@ def _check_value(option: dataclasses.Field, value: Any) -> None:
     if choices is not None and value not in choices:
         raise UnsupportedOptionError(f"{flag} {value} is not known: give one of {', '.join(choices)}.")
     automatic = option.metadata.get("automatic", True)
-    if kind is float and not (0 <= value <= 1 or (automatic and value == -1)):
+    if kind is float and not (0 <= number <= 1 or (automatic and value == -1)):
         allowed = "-1 (automatic) or a number from 0 to 1" if automatic else "a number from 0 to 1"
         raise UnsupportedOptionError(f"{flag} {value} is out of range: give {allowed}.")
     maximum = option.metadata.get("maximum")
-    if maximum is not None and not 0 <= value <= maximum:
+    if maximum is not None and not 0 <= number <= maximum:
         raise UnsupportedOptionError(f"{flag} {value} is out of range: give 0 (automatic) or 1 to {maximum}.")
 
 
@@ -166,6 +167,6 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def own_options() -> list[dataclasses.Field]:
+def own_options() -> list[dataclasses.Field[Any]]:
     """The fields that are flags of this package; the others hold flags that Megatron has already."""
     return [option for option in dataclasses.fields(DosOptions) if not option.metadata.get("of_megatron")]

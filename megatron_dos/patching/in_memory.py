@@ -160,7 +160,7 @@ def _check_emerging(original: Callable[..., Any]) -> Callable[..., Any]:
     return build
 
 
-def _replace_function(module: ModuleType, name: str, wrap: Callable[[Callable], Callable]) -> None:
+def _replace_function(module: ModuleType, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Put `wrap(original)` in the place of a function, in `module` and wherever else it was imported to by name."""
     original = getattr(module, name)
     replacement = wrap(original)
@@ -187,7 +187,7 @@ def _extend_config(config_class: type) -> None:
         _make_dataclass_again(cls)
 
 
-def _derived_dataclasses(base: type) -> Iterator[type]:
+def _derived_dataclasses(base: type[Any]) -> Iterator[type[Any]]:
     """All dataclasses derived from `base`, a base always before what is derived from it."""
     for derived in base.__subclasses__():
         if "__dataclass_fields__" in vars(derived):
@@ -208,7 +208,7 @@ def _restore(cls: type, attributes: dict[str, Any], annotations: dict[str, Any])
 
 def _make_dataclass_again(cls: type) -> None:
     """Have dataclasses generate the methods of `cls` anew, for its fields of now. A method written by hand stays."""
-    parameters = cls.__dataclass_params__
+    parameters = cls.__dataclass_params__  # type: ignore[attr-defined]
     if parameters.frozen or parameters.order or parameters.unsafe_hash or "__slots__" in vars(cls):
         raise InstallError(f"{cls.__module__}.{cls.__qualname__} is not a plain dataclass and cannot take new fields")
     for field in dataclasses.fields(cls):
@@ -222,7 +222,7 @@ def _make_dataclass_again(cls: type) -> None:
     dataclasses.dataclass(init=parameters.init, repr=parameters.repr, eq=parameters.eq)(cls)
 
 
-def _settings(field: dataclasses.Field) -> dict[str, Any]:
+def _settings(field: dataclasses.Field[Any]) -> dict[str, Any]:
     """The arguments of dataclasses.field() that make `field`."""
     names = ("default", "default_factory", "init", "repr", "hash", "compare", "metadata", "kw_only")
     return {name: getattr(field, name) for name in names if getattr(field, name) is not dataclasses.MISSING}
@@ -301,5 +301,6 @@ class _HookingLoader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
+        assert module.__spec__ is not None, "it was found by one"
         module.__spec__.loader = module.__loader__ = self._loader
         _hook_arguments(module)

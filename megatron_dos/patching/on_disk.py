@@ -25,12 +25,12 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_dos.patching.diffs import Hunk, apply_hunks, parse_diff
 
 if TYPE_CHECKING:
-    from importlib.resources.abc import Traversable
+    from importlib.abc import Traversable
 
 __all__ = [
     "Change",
@@ -190,7 +190,7 @@ def read_version(root: Path) -> str:
     """Version of the Megatron tree at `root`, from megatron/core/package_info.py, which is read but not run."""
     source = (root / _PACKAGE_INFO).read_bytes()
     try:
-        values = {
+        values: dict[str, Any] = {
             node.targets[0].id: node.value.value
             for node in ast.parse(source).body
             if isinstance(node, ast.Assign)

@@ -175,7 +175,7 @@ def preset(name: str) -> Machine:
     """
     if name not in preset_names():
         raise MachineError(f"no machine is called {name!r}: give one of {', '.join(preset_names())}")
-    text = resources.files("megatron_dos").joinpath("machines", f"{name}.json").read_text(encoding="utf-8")
+    text = resources.files("megatron_dos").joinpath("machines").joinpath(f"{name}.json").read_text(encoding="utf-8")
     return parse(text, f"machines/{name}.json")
 
 

@@ -178,11 +178,12 @@ class UpdateEngine:
         def send(op: Op) -> None:
             ready()
             subgroup, slot = self.partition.subgroups[op.subgroup], self.memory.early_grads[op.slot]
-            send_grads(subgroup, self._early_runs, slot, grad_of)
+            send_grads(subgroup, runs, slot, grad_of)
 
         if self._early_runs is None:
             places = Places.of([grad_of(owner) for owner in range(len(self.memory.shards))])
             self._early_runs = Runs(self.partition, self._places, places, kinds=[0] * len(self.memory.shards))
+        runs = self._early_runs
         for subgroup, slot in self._early_plan(self._placements()).items():
             if subgroup in self._sent_early or slot in self._sent_early.values():
                 continue

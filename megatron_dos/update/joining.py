@@ -11,7 +11,7 @@ A joined piece is a `Piece` whose elements go on past its owner's shard, into th
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,7 +36,7 @@ class Places(NamedTuple):
         return cls(
             [tensor.dtype for tensor in tensors],
             [tensor.untyped_storage()._cdata for tensor in tensors],
-            [tensor.storage_offset() for tensor in tensors],
+            [int(tensor.storage_offset()) for tensor in tensors],
         )
 
     def follows(self, piece: Piece, before: Piece) -> bool:
@@ -65,7 +65,7 @@ class Runs:
         self.kinds = kinds
         self._subgroups = partition.subgroups
         self._params = params
-        self._known: dict[tuple, tuple[Piece, ...]] = {}
+        self._known: dict[tuple[Any, ...], tuple[Piece, ...]] = {}
         self._widths: dict[tuple[int, int], int] = {}
 
     def grad_width(self, subgroup: int) -> int:
@@ -129,7 +129,7 @@ class Runs:
             self._widths[key] = max(places.dtypes[piece.owner].itemsize for piece in pieces)
         return self._widths[key]
 
-    def _joined(self, key: tuple, follows: Callable[[Piece, Piece], bool]) -> tuple[Piece, ...]:
+    def _joined(self, key: tuple[Any, ...], follows: Callable[[Piece, Piece], bool]) -> tuple[Piece, ...]:
         if key not in self._known:
             self._known[key] = tuple(_join(self._subgroups[key[0]].pieces, follows))
         return self._known[key]

@@ -170,7 +170,7 @@ class ShardStates(MutableMapping[str, torch.Tensor]):
         return repr(dict(self))
 
 
-class LiveStates(MutableMapping[torch.Tensor, ShardStates]):
+class LiveStates(MutableMapping[torch.Tensor, Mapping[str, torch.Tensor]]):
     """Parameter shard -> its states, as torch's `optimizer.state`.
 
     Every shard always has states: one that is removed gets fresh ones, with moments of zero and the master params that

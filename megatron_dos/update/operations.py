@@ -202,6 +202,7 @@ class StepOperations:
             states = [self._memory.resident_part(name, subgroup.start, subgroup.stop) for name in STATES]
         else:
             states = list(self._states_slots[op.slot])
+        assert self._device_kernel is not None, "needed where anything is updated on the device"
         for at, piece in self._placed(op, self._runs.of_updates_in_place(op.subgroup)):
             master, exp_avg, exp_avg_sq = (state[at : at + piece.numel] for state in states)
             self._device_kernel(
