@@ -12,15 +12,19 @@ import contextlib
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from megatron_dos.calibration.lane_rates import sleep_on_stream
 
 __all__ = ["Context", "Sizes", "median"]
+
+FIRST = 5.0  # seconds that the first of some cases may take: it compiles kernels
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,10 @@ class Context:
         until: the time on `time.monotonic()` by which it should end.
         send: takes the stage's result so far; called whenever there is more.
         earlier: stage name -> the `values` of stages that have ended.
-        result: `checks` (name, ok, detail), `values` (numbers, with their units in their names) and `notes`.
+        result: `checks` (name, ok, detail), `values` (numbers, with their units in their names), `notes`, and
+            `not_made`, the required cases for which there was no time.
+        required_until: the time by which required cases should end; `until` where None. They may take longer than what
+            is done while time remains.
     """
 
     dry: bool
@@ -104,11 +111,30 @@ class Context:
     until: float
     send: Callable[[dict[str, Any]], None]
     earlier: dict[str, dict[str, Any]] = field(default_factory=dict)
-    result: dict[str, Any] = field(default_factory=lambda: {"checks": [], "values": {}, "notes": []})
+    result: dict[str, Any] = field(default_factory=lambda: {"checks": [], "values": {}, "notes": [], "not_made": []})
+    required_until: float | None = None
 
     def left(self) -> float:
         """Seconds that the stage should still take at most."""
         return self.until - time.monotonic()
+
+    def required(self, cases: Sequence[T], what: str) -> Iterator[T]:
+        """Those of the cases that fit into the time left, in their order; the others are reported as not made.
+
+        A case begins where as much time is left as the one before took.
+
+        Args:
+            cases: what has to be checked.
+            what: the cases in words, for the report.
+        """
+        took = FIRST
+        for number, case in enumerate(cases):
+            began = time.monotonic()
+            if (self.until if self.required_until is None else self.required_until) - began < took:
+                self.not_made(f"{len(cases) - number} of {len(cases)} {what}, for lack of time")
+                return
+            yield case
+            took = time.monotonic() - began
 
     # --- results
 
@@ -132,6 +158,11 @@ class Context:
         if text not in self.result["notes"]:
             self.result["notes"].append(text)
             self.send(self.result)
+
+    def not_made(self, what: str) -> None:
+        """Something required that was not checked."""
+        self.result["not_made"].append(what)
+        self.send(self.result)
 
     # --- the device
 

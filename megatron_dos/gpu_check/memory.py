@@ -55,15 +55,19 @@ def run(context: Context) -> None:
         slots = (*engine.memory.host_grads, *engine.memory.host_params)
         pinned = [tensor.is_pinned() for tensor in (engine.memory.states.master, engine.memory.states.exp_avg, *slots)]
         context.check("states and host slots are page-locked", all(pinned), f"{sum(pinned)} of {len(pinned)} slabs")
-    _waits(context, engine, grad)
+    for share in context.required((Fraction(1, 2),), "steps in which nothing may wait"):
+        _waits(context, engine, grad, share)
     rows = []
-    for share in SHARES:
+    for share in context.required(SHARES, "CPU's shares"):
         engine.use(replace(options, host_share=share))
         rows.append(_measure(context, engine, grad, share))
         context.value("steps", rows)
+    if not rows:
+        return
+    made = [str(row["cpu_share"]) for row in rows]
     for name in ("device memory before is that after a step", "no stream and no event is made after the first step"):
         faults = [f"CPU's share {row['cpu_share']}" for row in rows if not row[name]]
-        context.check(name, not faults, ", ".join(faults) or f"CPU's shares {', '.join(map(str, SHARES))}")
+        context.check(name, not faults, ", ".join(faults) or f"CPU's shares {', '.join(made)}")
     for name in (
         "the peak is the slots",
         "the same after step 10 as after step 1",
@@ -74,9 +78,9 @@ def run(context: Context) -> None:
         context.check(name, not faults, "; ".join(faults))
 
 
-def _waits(context: Context, engine: UpdateEngine, grad: torch.Tensor) -> None:
+def _waits(context: Context, engine: UpdateEngine, grad: torch.Tensor, share: Fraction) -> None:
     """A step in which torch refuses to wait for the GPU; it comes after one that compiles the kernels."""
-    engine.set_host_share(Fraction(1, 2))
+    engine.set_host_share(share)
     error = ""
     for forbidden in (contextlib.nullcontext(), context.waits_forbidden()):
         scalars = AdamScalars.at_step(1, 1e-3, (0.9, 0.95), 1e-8, 0.1, decoupled=True)

@@ -341,6 +341,7 @@ def verdict(results: dict[str, Any], stages: Sequence[Stage]) -> dict[str, Any]:
             failed.append(stage.name)
         if stage.checks and (result["state"] != "done" or not result.get("checks")):
             not_made.append(stage.name)
+        not_made += [f"{stage.name}: {what}" for what in result.get("not_made", ())]
     return {
         "correct": not false and not not_made,
         "checks_that_fail": false,

@@ -16,6 +16,7 @@ def summary_of_stage(name: str, stage: dict[str, Any]) -> str:
         lines.append(f"   {'ok  ' if check['ok'] else 'FAIL'} {check['name']}")
         if not check["ok"]:
             lines.append(f"        {check['detail']}")
+    lines += [f"   not made: {what}" for what in stage.get("not_made", ())]
     if "reason" in stage:
         lines.append(f"   {stage['reason']}")
     if "error" in stage:

@@ -27,6 +27,7 @@ from megatron_dos.gpu_check import STAGES
 __all__ = ["main", "run_stages"]
 
 GRACE = 5.0  # seconds between a stage's soft limit and the end of the whole run
+REQUIRED = 15.0  # seconds past its limit for a stage's required cases; the supervisor kills it later than that
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -79,7 +80,8 @@ def run_stages(names: Sequence[str], dry: bool, until: float, results: Path | No
             message = {"stage": name, "event": event, "seconds": round(time.monotonic() - began, 3), **result}
             print(json.dumps(message, default=str), file=out, flush=True)
 
-        context = Context(dry, sizes, began + limit, send, earlier)
+        required_until = min(began + stage.limit + REQUIRED, until - GRACE)
+        context = Context(dry, sizes, began + limit, send, earlier, required_until=required_until)
         send({}, "start")
         context.initialize()
         if limit <= 0:
