@@ -221,7 +221,10 @@ def run(context: Context) -> None:
     counts = {"runs": 0, "steps": 0}
     elements = context.sizes.engine_elements
     began = time.monotonic()
-    engine, expected, of = None, [], ()  # on the device, its bits, and for which case and options they are
+    # On the device, its bits, and for which case and options they are.
+    engine: Any = None
+    expected: list[list[torch.Tensor]] = []
+    of: tuple[Any, ...] = ()
     for required in context.required(list(_all_required()), "required runs of the engine"):
         number, dtypes, odd, options, schedule, grads_as_fp32, synchronized = required
         if of[:1] != (number,):
@@ -360,7 +363,7 @@ def _sensitivity(context: Context) -> None:
         total += 1
         # On a busy machine what waits may be later still. A dry run's order of operations knows no delay.
         tries = itertools.product(LATENESS[:1] if context.dry else LATENESS, edges[:TRIES])
-        shown = next((late for late, edge in tries if _shows(context, run, expected, *edge, late)), None)
+        shown = next((late for late, edge in tries if _shows(context, run, expected, edge[0], edge[1], late)), None)
         longest = max(longest, shown or 0)
         if shown is None:
             op, dependency = edges[0]
