@@ -17,7 +17,7 @@ import torch
 
 from megatron_dos import _cpp_adam
 from megatron_dos.node import gpu
-from megatron_dos.node.threads import memory_node
+from megatron_dos.node.threads import memory_node, on_node
 
 __all__ = ["zeros"]
 
@@ -50,7 +50,9 @@ def zeros(numel: int, dtype: torch.dtype = torch.float32, pin: bool | None = Non
     # not see. Otherwise private: a child keeps the values as they were, and huge pages are easier to get.
     slab = _cpp_adam.Slab(numel * dtype.itemsize, -1 if node is None else node, shared=pin)
     if pin:
-        _page_lock(slab)
+        # Locking touches the pages. Containers refuse the preference (mbind), and then they lie where this thread runs.
+        with on_node(node):
+            _page_lock(slab)
     return torch.frombuffer(slab, dtype=dtype, count=numel)
 
 

@@ -9,6 +9,7 @@ preference, never a reason to fail, but what cannot be had is said.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import defaultdict
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ __all__ = [
     "is_first_on_node",
     "memory_node",
     "nearness",
+    "on_node",
     "ranks_on_machine",
     "ranks_on_node",
     "source_of_threads",
@@ -88,6 +90,27 @@ def memory_node() -> int | None:
         return near_gpu
     of_cpus = {nodes.get(cpu) for cpu in cpus_of_rank()}
     return of_cpus.pop() if len(of_cpus) == 1 else None
+
+
+@contextlib.contextmanager
+def on_node(wanted: int | None) -> Iterator[None]:
+    """Run the calling thread on the CPUs of a NUMA node, so that pages which it touches first are taken from there.
+
+    Only CPUs that this rank may use count. Where there are none, or no node is wanted, the thread stays where it is.
+    """
+    nodes = {} if wanted is None else _nodes_of_cpus()
+    near = [cpu for cpu in node.current().own.cpus if nodes.get(cpu) == wanted] if nodes else []
+    if not near:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    with contextlib.suppress(OSError):  # the mask of the process has shrunk since: a preference, no reason to fail
+        os.sched_setaffinity(0, near)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, before)
 
 
 def nearness(threads: int) -> str:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slabs: aligned, zeroed, exactly as large as asked, alive as long as a tensor needs them."""
 
+import dataclasses
 import gc
 import mmap
 import os
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from megatron_dos import _cpp_adam
-from megatron_dos.node import gpu, slab, threads
+from megatron_dos.node import gpu, ranks, slab, threads
 
 HUGE = 2 * 2**20
 
@@ -165,6 +166,64 @@ def test_failure_to_lock_pages_says_what_to_do(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeCudart(error=2))
     with pytest.raises(RuntimeError, match="ulimit -l"):
         slab.zeros(1000)
+
+
+class FakeAffinity:
+    """The calling thread's mask where a folder like the kernel's has CPUs 0-3 on node 0 and 4-7 on node 1."""
+
+    def __init__(self, monkeypatch, folder: Path, cpus: tuple[int, ...], wanted: int | None) -> None:
+        for node, cpulist in enumerate(("0-3", "4-7")):
+            (folder / f"node/node{node}").mkdir(parents=True)
+            (folder / f"node/node{node}/cpulist").write_text(cpulist)
+        of = ranks.current()
+        own = dataclasses.replace(of.own, cpus=cpus)
+        monkeypatch.setattr(ranks, "current", lambda: type("Node", (), {"own": own}))
+        monkeypatch.setattr(threads, "_SYSTEM", folder)
+        monkeypatch.setattr(slab, "memory_node", lambda: wanted)
+        monkeypatch.setattr(gpu, "in_use", lambda: True)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(self.mask))
+        monkeypatch.setattr(os, "sched_setaffinity", self.set)
+        self.mask = set(cpus)
+        self.refused = False
+
+    def set(self, _, cpus) -> None:
+        if self.refused:
+            raise OSError("not allowed")
+        self.mask = set(cpus)
+
+
+@pytest.mark.parametrize("error", [0, 2])
+@pytest.mark.parametrize(
+    ("cpus", "wanted", "refused", "while_locking"),
+    [
+        (tuple(range(8)), 1, False, {4, 5, 6, 7}),
+        ((2, 3, 4), 1, False, {4}),
+        ((0, 1), 1, False, {0, 1}),
+        (tuple(range(8)), None, False, set(range(8))),
+        (tuple(range(8)), 1, True, set(range(8))),
+    ],
+)
+def test_pages_are_locked_on_cpus_of_their_node(monkeypatch, tmp_path, cpus, wanted, refused, while_locking, error):
+    affinity = FakeAffinity(monkeypatch, tmp_path, cpus, wanted)
+    affinity.refused = refused
+    cudart = FakeCudart(error)
+    register, seen = cudart.cudaHostRegister, []
+    monkeypatch.setattr(cudart, "cudaHostRegister", lambda *given: (seen.append(affinity.mask), register(*given))[1])
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    if error:
+        with pytest.raises(RuntimeError, match="ulimit -l"):
+            slab.zeros(1000)
+    else:
+        slab.zeros(1000)
+    assert seen == [while_locking]
+    assert affinity.mask == set(cpus), "restored"
+
+
+def test_the_real_affinity_is_restored_also_after_an_error():
+    before = os.sched_getaffinity(0)
+    with pytest.raises(RuntimeError, match="inside"), threads.on_node(0):
+        raise RuntimeError("inside")
+    assert os.sched_getaffinity(0) == before
 
 
 def test_an_emulated_gpu_is_no_reason_to_lock_pages(monkeypatch):
