@@ -18,7 +18,7 @@ PYTHON_VERSION=3.12
 # multi-storage-client: what Megatron's --enable-msc reads and writes checkpoints with; only tests use it here.
 REQUIREMENTS=(
     "torch>=2.4" "megatron-core==0.19.2" "numpy" "psutil" "pybind11>=2.12" "setuptools>=70" "wheel"
-    "pytest" "hypothesis" "ruff" "mypy" "matplotlib" "tensorboard" "tqdm" "pyyaml" "einops"
+    "pytest" "hypothesis" "ruff" "mypy>=2.4,<2.5" "matplotlib" "tensorboard" "tqdm" "pyyaml" "einops"
     "multi-storage-client"
 )
 

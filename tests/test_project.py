@@ -44,16 +44,25 @@ LAYERS = {
         *("calibration", "cpu_emulation", "device", "kernels", "node", "planning", "program", "update", "version"),
         "words",
     },
+    "cpu_emulation": set(),
+    "patching": {"arguments", "optimizer", "options", "supported", "wrapping"},
+    "commands": {
+        *("arguments", "calibration", "files", "gpu_check", "kernels", "node", "observing", "options", "patching"),
+        *("planning", "program", "supported", "words"),
+    },
     # Doors.
     "arguments": {"options", "refusal"},
+    "cli": {"commands", "patching"},
+    "__main__": {"cli"},
     "optimizer": {
         *("adapter", "arguments", "checkpointing", "node", "observing", "options", "update"),
     },
 }
-"""Module or folder of the package -> the others that it may import. What is not named here may import all but
-cpu_emulation. A program is a value of `schedule`; devices run programs, so they know its types."""
+"""Module or folder of the package -> the others that it may import. A program is a value of `schedule`; devices run
+programs, so they know its types."""
 
-KNOWS_NO_MEGATRON = tuple(part for part in LAYERS if part not in ("adapter", "checkpointing", "optimizer"))
+HOOKS = ("adapter", "checkpointing", "commands", "cpu_emulation", "gpu_check", "optimizer", "patching")
+KNOWS_NO_MEGATRON = tuple(part for part in LAYERS if part not in HOOKS)
 KNOWS_NO_TORCH = ("program", "options", "planning", "arguments", "files", "words", "version", "supported")
 
 
@@ -71,6 +80,9 @@ class TestImports:
             ours = {name.split(".")[1] for name in imported_modules(path) if name.startswith("megatron_dos.")}
             above = (ours & known) - LAYERS[part] - {part}
             assert not above, f"{path.relative_to(ROOT)} imports megatron_dos.{', '.join(sorted(above))}"
+
+    def test_every_room_and_file_has_a_row(self):
+        assert set(package_imports.rooms_between()) - {"_version"} == set(LAYERS)
 
     def test_no_two_files_import_each_other(self):
         assert package_imports.circles(package_imports.files_between()) == []
