@@ -311,7 +311,7 @@ def bytes_of(tensors: Any) -> list[int]:
 def live_tensors(root: Any) -> Iterator[torch.Tensor]:
     """Tensors that `root` holds in its attributes, lists and dicts, to any depth; not those of Megatron's buffers."""
     seen: set[int] = set()
-    waiting = [value for name, value in vars(root).items() if name != "shards"]
+    waiting = _attributes(root)
     while waiting:
         value = waiting.pop()
         if id(value) in seen:
@@ -324,7 +324,11 @@ def live_tensors(root: Any) -> Iterator[torch.Tensor]:
         elif isinstance(value, (list, tuple)):
             waiting += value
         elif type(value).__module__.startswith("megatron_dos") and hasattr(value, "__dict__"):
-            waiting += vars(value).values()
+            waiting += _attributes(value)
+
+
+def _attributes(owner: Any) -> list[Any]:
+    return [value for name, value in vars(owner).items() if name != "shards"]
 
 
 def order_of_construction() -> list[str]:
