@@ -20,8 +20,9 @@ from reproduce import RANKS, TESTBEDS, TOKENS
 
 from megatron_dos.planning import rivals
 from megatron_dos.planning.choice import choose
+from megatron_dos.planning.clock import Queues
 from megatron_dos.planning.machine import Machine, preset, preset_names
-from megatron_dos.planning.model import clock_optimum
+from megatron_dos.planning.model import clock_optimum, clocked
 from megatron_dos.planning.systems import OURS, RIVALS, Design
 from megatron_dos.planning.workload import FUSED_PASS, Workload
 from megatron_dos.program.partition import BYTES_PER_PARAMETER
@@ -36,6 +37,8 @@ MODELS = {"7B": 5.949e9, "8.3B": 9.143e9, "10B": 9.919e9, "13B": 11.316e9, "20B"
 PUBLISHED_SUBGROUP = reproduce.SUBGROUP
 # The published program has three slots of a subgroup on the GPU; ours may take as much for slots and resident states.
 PUBLISHED_SLOTS = 3 * BYTES_PER_PARAMETER * PUBLISHED_SUBGROUP
+ASKED_HOST_SHARE = Fraction(2, 5)
+"""CPU share at which steps with one hardware queue are compared."""
 
 
 def published_step(label: str, static: float, variant: str, what: str = "step") -> float:
@@ -278,6 +281,62 @@ def presets() -> str:
     return table(header, body)
 
 
+def queues() -> str:
+    """Steps of the 20B model on the H100 node by the hardware queues of a GPU; one rank alone, and all of them."""
+    body = []
+    for ranks in (1, RANKS):
+        machine = replace(NODE.machine, gpus=ranks)
+        work, mine = (make(MODELS["20B"], ranks) for make in (theirs, our_work))
+        node = f"{ranks} rank{'s' if ranks > 1 else ''}"
+        for name in RIVALS:
+            each, *one = (step_of(name, machine, replace(work, queues=queues)).makespan for queues in Queues)
+            body.append((node, name, *_queue_columns(each, *one)))
+        best = [clock_optimum(machine, replace(mine, queues=queues)) for queues in Queues]
+        for share, threads in ((ASKED_HOST_SHARE, 0), (best[0].host_share, best[0].threads)):
+            at_it = replace(mine, threads=threads)
+            each, *one = (clocked(machine, replace(at_it, queues=queues), share).seconds for queues in Queues)
+            body.append((node, f"ours, {float(share):.0%} on the CPU", *_queue_columns(each, *one)))
+        shares = ", ".join(f"{float(estimate.host_share):.0%}" for estimate in best)
+        columns = _queue_columns(*(estimate.seconds for estimate in best))
+        body.append((node, f"ours, best share for each: {shares} on the CPU", *columns))
+    header = ("node", "system", "a queue for each stream, s", "one, ahead", "one, when needed")
+    return table(header, body)
+
+
+def _queue_columns(each: float, ahead: float, when_needed: float) -> tuple[str, str, str]:
+    return f"{each:.3f}", *(f"{one:.3f} ({one / each:.2f} x)" for one in (ahead, when_needed))
+
+
+def preset_queues() -> str:
+    """Steps of ours by the hardware queues, on each preset."""
+    body = []
+    for name in preset_names():
+        machine = preset(name)
+        work = Workload(parameters=2_000_000_000, ranks=machine.gpus, grad_bytes=2)
+        asked = [
+            clocked(machine, replace(work, queues=queues), ASKED_HOST_SHARE).seconds for queues in Queues
+        ]
+        one = replace(work, queues=Queues.ONE_AHEAD)
+        best = clock_optimum(machine, one)
+        steps = {rival: step_of(rival, machine, one).makespan for rival in RIVALS}
+        rival = min(steps, key=steps.__getitem__)
+        body.append(
+            (
+                name,
+                *_queue_columns(*asked),
+                f"{best.seconds:.3f} ({float(best.host_share):.0%} on the CPU)",
+                rival,
+                f"{steps[rival] / best.seconds:.2f} x",
+            )
+        )
+    share = f"{float(ASKED_HOST_SHARE):.0%}"
+    header = (
+        *("machine", f"{share} on the CPU: a queue for each stream, s", "one, ahead", "one, when needed"),
+        *("one, ahead: best share, s", "best rival with it", "ours over it"),
+    )
+    return table(header, body)
+
+
 def sensitivity() -> str:
     """Ours over the measured k=2 of the 20B model under other assumptions."""
     measured = MODELS["20B"] / published_step("20B", 0.0, "interleaved", "step") / 1e9
@@ -308,6 +367,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "growth": growth,
     "cores": cores,
     "presets": presets,
+    "queues": queues,
+    "preset-queues": preset_queues,
     "sensitivity": sensitivity,
 }
 

@@ -15,6 +15,7 @@ from megatron_dos.commands.megatron_flags import add_layout_flags, launch_flags,
 from megatron_dos.commands.models import KNOWN_MODELS
 from megatron_dos.commands.scenario import Scenario, add_machine_flag, iteration_spans, scenario_of
 from megatron_dos.commands.text import short, table, wrapped
+from megatron_dos.planning.clock import Queues
 from megatron_dos.planning.systems import OURS, RIVALS
 from megatron_dos.words import gib, plural
 
@@ -154,6 +155,7 @@ def _plan(scenario: Scenario) -> dict[str, Any]:
             "fingerprint": machine.fingerprint,
             "gpu_values_of_preset": machine.preset_of_gpu,
         },
+        "queues": work.queues.value,
         "rank": {
             "parameters": scenario.stage.parameters,
             "owned_parameters": scenario.stage.owned,
@@ -226,7 +228,8 @@ def _launch(scenario: Scenario, choice: Choice, advised: float) -> list[str]:
     if overlaps:
         sent = round(choice.host_share * len(scenario.work.subgroups))
         slots = max(sent, settings.dos_early_grad_slots)
-        early = "on" if settings.dos_overlap_grad_d2h == "off" else settings.dos_overlap_grad_d2h
+        unwilling = ("off",) if scenario.work.queues is Queues.EACH else ("off", "auto")  # auto is off with one queue
+        early = "on" if settings.dos_overlap_grad_d2h in unwilling else settings.dos_overlap_grad_d2h
         settings = replace(settings, dos_early_grad_slots=slots, dos_overlap_grad_d2h=early)
     if advised:
         settings = replace(settings, dos_resident_share=advised)

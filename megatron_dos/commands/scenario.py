@@ -20,6 +20,7 @@ from megatron_dos.commands.models import Stage, stages, total_parameters
 from megatron_dos.commands.text import short
 from megatron_dos.observing.trace import Span, spans_of
 from megatron_dos.options.options import AUTOMATIC_EARLY_SLOTS, DosOptions
+from megatron_dos.planning.clock import Queues
 from megatron_dos.planning.machine import Machine, MachineError, load, preset, preset_names
 from megatron_dos.planning.systems import Design, GradTransfer
 from megatron_dos.program.partition import BYTES_PER_PARAMETER
@@ -44,6 +45,8 @@ _DEFAULT_MACHINE = "h100-pcie5"
 MOST_PARAMETERS = 10**14
 _MOST_OWNED = 10**11
 _MOST_SUBGROUPS = 3_000
+_FEWEST_CONNECTIONS, _MOST_CONNECTIONS = 8, 32  # what CUDA has without the variable, and what it allows
+_ENQUEUE = {"ahead": Queues.ONE_AHEAD, "when-needed": Queues.ONE_WHEN_NEEDED}
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,56 @@ def add_machine_flag(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="part of the states that stays on the GPU, as --dos-resident-share; default: 0",
     )
+    parser.add_argument(
+        "--connections",
+        type=_connections,
+        default=_FEWEST_CONNECTIONS,
+        metavar="N",
+        help="CUDA_DEVICE_MAX_CONNECTIONS of the launch: with 1, all streams of a GPU share one hardware queue, and an "
+        f"operation that waits holds up all that were enqueued after it; {_FEWEST_CONNECTIONS} to {_MOST_CONNECTIONS} "
+        f"are enough for a queue for each stream; default: {_FEWEST_CONNECTIONS}",
+    )
+    parser.add_argument(
+        "--enqueue",
+        choices=tuple(_ENQUEUE),
+        help="with --connections 1: how operations are enqueued, in all systems: ahead, as training does, or each only "
+        "when what it depends on has ended (when-needed), to see what that would gain; default: ahead",
+    )
+
+
+def _connections(text: str) -> int:
+    if text.isdecimal() and (int(text) == 1 or _FEWEST_CONNECTIONS <= int(text) <= _MOST_CONNECTIONS):
+        return int(text)
+    raise argparse.ArgumentTypeError(
+        f"{text}: give 1, which is one hardware queue for all streams, or {_FEWEST_CONNECTIONS} to {_MOST_CONNECTIONS}"
+    )
+
+
+def _queues(options: argparse.Namespace) -> Queues:
+    """The hardware queues that --connections and --enqueue describe.
+
+    Raises:
+        CommandError: --enqueue is given, and each stream has a queue of its own.
+    """
+    if options.connections == 1:
+        return _ENQUEUE[options.enqueue or "ahead"]
+    if options.enqueue:
+        raise CommandError(
+            f"--enqueue {options.enqueue} has no effect with a hardware queue for each stream: add --connections 1, or "
+            "drop it"
+        )
+    return Queues.EACH
+
+
+def _about_queues(queues: Queues) -> list[str]:
+    """A note on what is assumed of one queue."""
+    how = {
+        Queues.ONE_AHEAD: "enqueued ahead, as in training",
+        Queues.ONE_WHEN_NEEDED: "enqueued when what they depend on has ended, which training does not do",
+    }
+    if queues not in how:
+        return []
+    return [f"--connections 1: operations of all streams of a GPU share one hardware queue; they are {how[queues]}"]
 
 
 def _share(text: str) -> float:
@@ -191,6 +244,7 @@ def scenario_of(job: Job, options: argparse.Namespace) -> Scenario:
         CommandError: sizes or options that make no sense.
     """
     machine, note = machine_of(options.machine)
+    queues = _queues(options)
     parameters = total_parameters(job.shape)
     if parameters > MOST_PARAMETERS:
         raise CommandError(f"{job.name}: {short(parameters)} parameters are beyond any machine; check its sizes")
@@ -206,8 +260,9 @@ def scenario_of(job: Job, options: argparse.Namespace) -> Scenario:
         grad_bytes=2 if narrow and settings.dos_grad_transfer == "model" else 4,
         param_bytes=training.param_bytes,
         casts=narrow and settings.dos_grad_transfer == "fp32",
+        queues=queues,
     )
-    notes = list(job.notes)
+    notes = [*job.notes, *_about_queues(queues)]
     if training.overlaps:
         notes.append(
             "--overlap-grad-reduce: subgroups end where its buckets do, so there are more of them, and smaller ones, "
@@ -238,6 +293,7 @@ def scenario_of_count(parameters: int, gpus: int, options: argparse.Namespace) -
         CommandError: sizes or options that make no sense.
     """
     machine, note = machine_of(options.machine)
+    queues = _queues(options)
     name = f"{short(parameters)} parameters"
     owned = -(-parameters // gpus)
     _check_owned(name, owned)
@@ -248,10 +304,10 @@ def scenario_of_count(parameters: int, gpus: int, options: argparse.Namespace) -
         name=name,
         job=None,
         machine=machine,
-        notes=(about, *([note] if note else [])),
+        notes=(about, *_about_queues(queues), *([note] if note else [])),
         parameters=parameters,
         stage=Stage(dense=parameters, experts=0, owned=owned, layers=0),
-        work=_work(machine, settings, options.early_grads, owned, gpus),
+        work=replace(_work(machine, settings, options.early_grads, owned, gpus), queues=queues),
         settings=settings,
         passes=Passes(forward, 3 * forward),
         params=2 * parameters,
@@ -289,6 +345,12 @@ def _settings(machine: Machine, options: argparse.Namespace, of_job: DosOptions,
 
 def _all_sent_early(settings: DosOptions, work: Workload, notes: list[str]) -> bool:
     """Whether each subgroup's grads have a slot: the model knows all or none. A note says what it takes."""
+    if work.queues is not Queues.EACH and settings.dos_overlap_grad_d2h == "auto":
+        notes.append(
+            "--overlap-grad-reduce: no gradients are sent in the backward pass, because --dos-overlap-grad-d2h auto is "
+            "off with CUDA_DEVICE_MAX_CONNECTIONS=1"
+        )
+        return False
     slots, count = settings.dos_early_grad_slots or AUTOMATIC_EARLY_SLOTS, len(work.subgroups)
     if slots >= count:
         if settings.dos_overlap_grad_d2h == "auto":

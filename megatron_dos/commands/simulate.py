@@ -105,7 +105,12 @@ def run(options: argparse.Namespace) -> int:
         rows.append(_row(scenario, system.name, timeline, spans))
     written = _write(options, scenario, tracks) if options.out is not None else []
     if options.json:
-        about = {"model": scenario.name, "machine": scenario.machine.name, "notes": list(scenario.notes)}
+        about = {
+            "model": scenario.name,
+            "machine": scenario.machine.name,
+            "queues": scenario.work.queues.value,
+            "notes": list(scenario.notes),
+        }
         print(json.dumps({**about, "programs": rows, "files": [str(path) for path in written]}, indent=1))
     else:
         print(_page(scenario, rows, written))

@@ -8,8 +8,16 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from fractions import Fraction
 
+from megatron_dos.planning.clock import Queues
 from megatron_dos.planning.machine import Machine
-from megatron_dos.planning.model import Estimate, closed_form, closed_form_optimum, optimum
+from megatron_dos.planning.model import (
+    Estimate,
+    clock_optimum,
+    clocked,
+    closed_form,
+    closed_form_optimum,
+    optimum,
+)
 from megatron_dos.planning.workload import (
     FUSED_PASS,
     Memory,
@@ -88,6 +96,8 @@ def choose(
 ) -> Choice:
     """The shares with which the step is shortest, within the memory there is.
 
+    By the closed form, or by the virtual clock where all streams share a hardware queue.
+
     Args:
         machine: the node.
         work: the update of a rank.
@@ -124,9 +134,11 @@ def choose(
     def best(
         machine: Machine, work: Workload, resident: Fraction, of_all: Callable[..., Estimate] = optimum
     ) -> Estimate:
+        on_the_clock = work.queues is not Queues.EACH  # the closed form does not know who waits for whom
         if given is None:
-            return of_all(machine, work, resident)
-        return closed_form(machine, work, min(Fraction(given, count), 1 - resident), resident)
+            return (clock_optimum if on_the_clock else of_all)(machine, work, resident)
+        estimate = clocked if on_the_clock else closed_form
+        return estimate(machine, work, min(Fraction(given, count), 1 - resident), resident)
 
     found = best(machine, work, resident)
     # With fewer threads than there are, the CPU is as slow as it should be.

@@ -14,12 +14,22 @@ rate at which it would move them had it the memory to itself, and all get what t
 give it. Otherwise it is divided max-min fairly: nobody gets more than an equal part while another gets less than it
 asks for, and what the modest leave goes to the greedy. An operation that gets a part of what it asks for goes at that
 part of its speed.
+
+[Note: one queue] With CUDA_DEVICE_MAX_CONNECTIONS=1 all streams of a GPU share one hardware queue. What the host has
+enqueued first is issued first: an operation at the head whose predecessors have not ended holds up all behind it, of
+whatever stream. So the order in which the host enqueues matters, which it does not where each stream has a queue of its
+own. Updates on the CPU are in no queue. The host takes no time, and acts whenever an operation has ended. Ahead: it
+goes from stream to stream, and enqueues all that it can of each; an operation has to wait for the CPU's updates that it
+depends on to end, and for other operations that it depends on to be enqueued. This is what device/cuda.py does, see
+[Note: enqueueing] there. When needed: in program order, and only once all that an operation depends on has ended; the
+operation before it on its stream may still run, so that the stream does not wait for the host.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -28,7 +38,7 @@ from typing import Any
 from megatron_dos.program.schedule import Op, OpKind, Program, Stream
 from megatron_dos.program.timeline import FULL_DUPLEX, Timeline
 
-__all__ = ["HostMemory", "Rate", "Sharing", "durations", "fair_parts", "simulate"]
+__all__ = ["HostMemory", "Queues", "Rate", "Sharing", "durations", "fair_parts", "simulate"]
 
 
 class Sharing(Enum):
@@ -36,6 +46,14 @@ class Sharing(Enum):
 
     TURNS = "turns"
     EVEN = "even"
+
+
+class Queues(Enum):
+    """The hardware queues of a GPU, and how the host fills them. See [Note: one queue]."""
+
+    EACH = "each"  # a queue for each stream
+    ONE_AHEAD = "one, ahead"
+    ONE_WHEN_NEEDED = "one, when needed"
 
 
 @dataclass(frozen=True)
@@ -62,6 +80,7 @@ def simulate(
     sharing: Sharing = Sharing.TURNS,
     memory: HostMemory | None = None,
     together: Mapping[str, float] | None = None,
+    queues: Queues = Queues.EACH,
 ) -> Timeline:
     """Run `program` on the virtual clock.
 
@@ -73,6 +92,7 @@ def simulate(
         memory: the host memory that operations of all lanes share; None when it is never short.
         together: lane -> the part of its rate that it keeps while all lanes named here are in use, like the two
             directions of a link that is not quite full duplex.
+        queues: the hardware queues that the streams of the GPU have.
 
     Raises:
         ValueError: a duration or a number of bytes is negative or not finite, an operation moves bytes in no time, a
@@ -91,7 +111,7 @@ def simulate(
     for op in program.ops:
         if moved[op.index] and not work[op.index]:
             raise ValueError(f"memory: {moved[op.index]} bytes in no time for {_named(op)}")
-    clock = _Clock(program, work, moved, memory.per_second if memory else math.inf, lanes, sharing, together)
+    clock = _Clock(program, work, moved, memory.per_second if memory else math.inf, lanes, sharing, together, queues)
     clock.run()
     return Timeline(
         program,
@@ -135,6 +155,63 @@ class _Lane:
         return started
 
 
+class _OneQueue:
+    """The hardware queue of all streams of the GPU, and what the host has yet to enqueue. See [Note: one queue].
+
+    Args:
+        program: what runs.
+        waits_for: for each operation, those that must still end before it starts; the clock keeps it up to date.
+        ahead: whether the host enqueues all that it can.
+    """
+
+    def __init__(self, program: Program, waits_for: Sequence[set[int]], ahead: bool) -> None:
+        self._ops, self._waits_for, self._ahead = program.ops, waits_for, ahead
+        self._to_enqueue: dict[Stream, deque[int]] = {}
+        self._enqueued: set[int] = set()
+        self._queue: deque[int] = deque()
+        for op in program.ops:
+            if op.stream is not Stream.CPU:
+                self._to_enqueue.setdefault(op.stream, deque()).append(op.index)
+
+    def issue(self) -> list[int]:
+        """Enqueue and issue what can be enqueued and issued now; the operations issued."""
+        if self._ahead:
+            self._enqueue_ahead()
+        else:
+            self._enqueue_when_needed()
+        issued = []
+        while self._queue and not self._waits_for[self._queue[0]]:
+            issued.append(self._queue.popleft())
+        return issued
+
+    def _enqueue_ahead(self) -> None:
+        progress = True
+        while progress:
+            progress = False
+            for waiting in self._to_enqueue.values():
+                while waiting and self._can_be_enqueued(waiting[0]):
+                    self._enqueue(waiting)
+                    progress = True
+
+    def _enqueue_when_needed(self) -> None:
+        while True:
+            can = [waiting for waiting in self._to_enqueue.values() if waiting and self._can_be_enqueued(waiting[0])]
+            if not can:
+                return
+            self._enqueue(min(can, key=lambda waiting: waiting[0]))
+
+    def _enqueue(self, waiting: deque[int]) -> None:
+        index = waiting.popleft()
+        self._enqueued.add(index)
+        self._queue.append(index)
+
+    def _can_be_enqueued(self, index: int) -> bool:
+        return all(
+            dependency not in self._waits_for[index] or (self._ahead and dependency in self._enqueued)
+            for dependency in self._ops[index].depends_on
+        )
+
+
 @dataclass
 class _Running:
     """An operation under way: at `since` it still needed `left` seconds at full speed, and goes at `speed` from then.
@@ -163,6 +240,7 @@ class _Clock:
         lanes: Mapping[Stream, str],
         sharing: Sharing,
         together: Mapping[str, float],
+        queues: Queues,
     ) -> None:
         self.starts = [0.0] * len(work)
         self.ends = [0.0] * len(work)
@@ -178,12 +256,15 @@ class _Clock:
         for index, waits in enumerate(self._waits_for):
             for earlier in waits:
                 self._unblocks[earlier].append(index)
+        self._queue: _OneQueue | None = None
+        if queues is not Queues.EACH:
+            self._queue = _OneQueue(program, self._waits_for, ahead=queues is Queues.ONE_AHEAD)
+        # An operation that is in the queue comes to its lane from there; all others when they have nothing to wait for.
+        self._queued = [self._queue is not None and op.stream is not Stream.CPU for op in program.ops]
 
     def run(self) -> None:
-        for index, waits in enumerate(self._waits_for):
-            if not waits:
-                self._lane_of[index].add(index, 0.0)
         now = 0.0
+        self._to_lanes([index for index, waits in enumerate(self._waits_for) if not waits], now)
         while now < math.inf:
             for lane in self.lanes.values():
                 for index in lane.start():
@@ -219,11 +300,21 @@ class _Clock:
             self._lane_of[index].running.remove(index)
             self.used[index] += (now - running.since) * running.part
             self.ends[index] = now
+        ready = []
         for index in ended:
             for later in self._unblocks[index]:
                 self._waits_for[later].remove(index)
                 if not self._waits_for[later]:
-                    self._lane_of[later].add(later, now)
+                    ready.append(later)
+        self._to_lanes(ready, now)
+
+    def _to_lanes(self, ready: Sequence[int], now: float) -> None:
+        """Hand to their lanes the operations that have nothing more to wait for, or that the queue issues."""
+        for index in ready:
+            if not self._queued[index]:
+                self._lane_of[index].add(index, now)
+        for index in self._queue.issue() if self._queue else ():
+            self._lane_of[index].add(index, now)
 
 
 def _named(op: Op) -> str:

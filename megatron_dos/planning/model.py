@@ -145,7 +145,14 @@ def on_the_clock(machine: Machine, work: Workload, program: Program, path: HostP
     memory = HostMemory(
         machine.dram / work.ranks, lambda op: moved.get(op.kind, 0.0) * (numels[op.subgroup] if op.kind in moved else 0)
     )
-    return simulate(program, durations(numels, rates), sharing=Sharing.EVEN, memory=memory, together=_together(machine))
+    return simulate(
+        program,
+        durations(numels, rates),
+        sharing=Sharing.EVEN,
+        memory=memory,
+        together=_together(machine),
+        queues=work.queues,
+    )
 
 
 def program_for(work: Workload, host_share: Fraction | float, resident_share: Fraction | float = 0) -> Program:

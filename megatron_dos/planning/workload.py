@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
+from megatron_dos.planning.clock import Queues
 from megatron_dos.planning.machine import Machine
 from megatron_dos.program.partition import BYTES_PER_PARAMETER, automatic_subgroup_size
 from megatron_dos.program.schedule import DEVICE_SLOTS, HOST_SLOTS
@@ -68,6 +69,7 @@ class Workload:
         early_grads: whether the grads of CPU subgroups are sent during the backward pass.
         host_slots: staging slots of CPU subgroups.
         device_slots: staging slots of streamed subgroups.
+        queues: the hardware queues of each GPU; the closed form knows a queue for each stream alone.
     """
 
     parameters: int
@@ -80,6 +82,7 @@ class Workload:
     early_grads: bool = False
     host_slots: int = HOST_SLOTS
     device_slots: int = DEVICE_SLOTS
+    queues: Queues = Queues.EACH
 
     def __post_init__(self) -> None:
         for name in ("parameters", "ranks", "grad_bytes", "param_bytes", "host_slots", "device_slots"):

@@ -253,6 +253,7 @@ def test_states_that_exceed_the_nodes_memory_are_refused_with_numbers(capsys, tm
         (["--model", "13b", "--subgroup-size", "10"], "--subgroup-size 10: give 0, which is automatic, or at least"),
         (["--model", "13b", "--num-layers", "10000", "--hidden-size", "1000000"], "parameters are beyond any machine"),
         (["--model", "llama3-405b"], "each rank would own the states of 405.9B parameters"),
+        (["--model", "13b", "--enqueue", "ahead"], "--enqueue ahead has no effect with a hardware queue for each"),
         (["--model", "13b", "--sub", "1"], "--sub 1: not a flag of this command"),
     ],
 )
@@ -260,7 +261,19 @@ def test_what_cannot_be_is_one_clear_error(arguments, message, capsys):
     assert message in error_of(capsys, "plan", *arguments)
 
 
-@pytest.mark.parametrize("arguments", [["--resident-share", "2"], ["--gpus", "0"], ["--gpus", "x"], []])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--resident-share", "2"],
+        ["--gpus", "0"],
+        ["--gpus", "x"],
+        ["--connections", "2"],
+        ["--connections", "33"],
+        ["--connections", "one"],
+        ["--connections", "1", "--enqueue", "behind"],
+        [],
+    ],
+)
 def test_wrong_values_are_wrong_usage(arguments, capsys):
     with pytest.raises(SystemExit) as exit_:
         cli.main(["plan", *(["--model", "13b"] if arguments else []), *arguments])
@@ -269,6 +282,18 @@ def test_wrong_values_are_wrong_usage(arguments, capsys):
     assert error.startswith("megatron-dos plan: ")
     assert error.endswith("; see megatron-dos plan --help\n")
     assert error.count("\n") == 1
+
+
+def test_one_hardware_queue_is_slower_unless_operations_are_enqueued_when_needed(plan):
+    each, eight = plan(*ARGUMENTS), plan(*ARGUMENTS, "--connections", "8")
+    one = plan(*ARGUMENTS, "--connections", "1")
+    needed = plan(*ARGUMENTS, "--connections", "1", "--enqueue", "when-needed")
+    assert each == eight
+    assert [found["queues"] for found in (each, one, needed)] == ["each", "one, ahead", "one, when needed"]
+    seconds = [found["systems"][0]["update_s"] for found in (each, needed, one)]
+    assert seconds == sorted(seconds)
+    assert seconds[2] > 1.2 * seconds[0]
+    assert any("they are enqueued ahead, as in training" in note for note in one["notes"])
 
 
 def test_a_job_that_needs_no_offloading_is_told_so(plan):
@@ -418,6 +443,15 @@ class TestLaunch:
             found = of_script(f"{overlap} {cannot}")
             assert found["systems"] == few["systems"]
             assert not any("may be sent in the backward pass" in note for note in found["notes"])
+
+    def test_no_grads_are_sent_in_the_backward_pass_with_one_queue_unless_they_are_asked_for(self, of_script):
+        overlap = f"{self.USES} --overlap-grad-reduce --dos-gpu-share 0 --dos-early-grad-slots 194"
+        auto = of_script(overlap, "--connections", "1")
+        on = of_script(f"{overlap} --dos-overlap-grad-d2h on", "--connections", "1")
+        assert any("auto is off with CUDA_DEVICE_MAX_CONNECTIONS=1" in note for note in auto["notes"])
+        assert not any("unless CUDA_DEVICE_MAX_CONNECTIONS" in note for note in auto["notes"])
+        assert on["systems"][0]["update_s"] < auto["systems"][0]["update_s"]
+        assert "--dos-overlap-grad-d2h on" in of_script(overlap, "--connections", "1", "--early-grads")["launch"]
 
 
 class TestMemoryOfEachWay:

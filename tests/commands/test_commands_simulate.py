@@ -80,6 +80,16 @@ def test_share_and_stride_are_obeyed(arguments, name, host, resident, programs):
     assert found[name]["share"].get("resident", 0) == pytest.approx(resident, abs=0.02)
 
 
+def test_one_hardware_queue_holds_up_what_streams_and_not_what_has_one_stream(programs):
+    arguments = ("--programs", "all", "--share", "0.6")
+    each, one = programs(*arguments), programs(*arguments, "--connections", "1")
+    for name in ("ours, GPU share 0.6", "GPU streaming", "published, k=2"):
+        assert one[name]["update_s"] > 1.15 * each[name]["update_s"]
+    assert one["full offload"] == each["full offload"]
+    needed = programs(*arguments, "--connections", "1", "--enqueue", "when-needed")
+    assert needed["GPU streaming"]["update_s"] < 1.1 * each["GPU streaming"]["update_s"]
+
+
 def test_early_grads_wait_for_the_last_micro_batch(capsys):
     arguments = ["simulate", "--model", "7b", "--gpus", "4", "--machine", "a100-pcie4", "--early-grads", "--json"]
     arguments += ["--programs", "superoffload-no-speculation", "--seq-length", "128"]  # copies take longer than a pass
@@ -220,6 +230,7 @@ def test_lines_of_all_programs_fit_into_120_columns(capsys):
             ["--stride", "2", "--programs", "full-offload"],
             "--share and --stride are of ours",
         ),
+        (["--enqueue", "when-needed"], "--enqueue when-needed has no effect"),
         (["--overwrite"], "--overwrite has no effect without --out"),
         (["--share", "1.5"], "--share 1.5: give 0 to 1"),
         (["--stride", "0"], "--stride 0: give at least 1"),

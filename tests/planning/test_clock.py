@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dos.planning.clock import HostMemory, Rate, Sharing, durations, fair_parts, simulate
+from megatron_dos.planning.clock import HostMemory, Queues, Rate, Sharing, durations, fair_parts, simulate
 from megatron_dos.planning.rival_programs import (
     every_kth_with_serial_copies,
     static_split,
     with_blocking_params,
     with_serial_copies,
 )
-from megatron_dos.program.schedule import OpKind, Placement, Program, Stream, SubgroupShape, build_program, mix
+from megatron_dos.program.schedule import Op, OpKind, Placement, Program, Stream, SubgroupShape, build_program, mix
 from megatron_dos.program.timeline import FULL_DUPLEX
 
 NUMEL = 100_000_000
@@ -323,3 +323,109 @@ def test_with_serial_copies_states_never_go_both_ways_at_once():
     assert len(copies) == 12
     starts = sorted(timeline.starts[op.index] for op in copies)
     assert all(later >= earlier + 1.0 for earlier, later in pairwise(starts))
+
+
+# --- one hardware queue
+
+ONE = (Queues.ONE_AHEAD, Queues.ONE_WHEN_NEEDED)
+OWN_LANES = {stream: stream.value for stream in Stream}
+
+
+def made_of(*ops: tuple[OpKind, Stream, tuple[int, ...]]) -> Program:
+    """Operations of one subgroup: kind, stream, and the operations that they depend on."""
+    return Program(
+        tuple(
+            Op(index, kind, stream, 0, 0, frozenset(), frozenset(), depends_on)
+            for index, (kind, stream, depends_on) in enumerate(ops)
+        ),
+        (Placement.HOST,),
+        1,
+        1,
+    )
+
+
+def times(program: Program, seconds: list[float], queues: Queues) -> list[tuple[float, float]]:
+    timeline = simulate(program, lambda op: seconds[op.index], OWN_LANES, queues=queues)
+    return list(zip(timeline.starts, timeline.ends, strict=True))
+
+
+# Of three operations the second waits for the first, and the third for nothing.
+SECOND_WAITS = made_of(
+    (OpKind.STATES_TO_DEVICE, Stream.STATES_H2D, ()),
+    (OpKind.UPDATE_ON_DEVICE, Stream.COMPUTE, (0,)),
+    (OpKind.GRAD_TO_HOST, Stream.GRAD_D2H, ()),
+)
+
+
+def test_with_a_queue_for_each_stream_an_operation_waits_for_its_own_predecessors_alone():
+    assert times(SECOND_WAITS, [4, 2, 1], Queues.EACH) == [(0, 4), (4, 6), (0, 1)]
+
+
+def test_one_queue_holds_up_what_was_enqueued_behind_an_operation_that_waits():
+    assert times(SECOND_WAITS, [4, 2, 1], Queues.ONE_AHEAD) == [(0, 4), (4, 6), (4, 5)]
+
+
+def test_what_is_enqueued_when_needed_holds_up_nothing():
+    assert times(SECOND_WAITS, [4, 2, 1], Queues.ONE_WHEN_NEEDED) == [(0, 4), (4, 6), (0, 1)]
+
+
+@pytest.mark.parametrize("queues", ONE)
+def test_an_operation_holds_up_those_behind_it_until_it_starts_and_no_longer(queues):
+    program = made_of(*[(OpKind.STATES_TO_DEVICE, Stream.STATES_H2D, ())] * 2, (OpKind.CAST_GRAD, Stream.CAST, ()))
+    # The second waits for its stream, however it was enqueued, and the third runs beside it.
+    assert times(program, [4, 2, 1], queues) == [(0, 4), (4, 6), (4, 5)]
+
+
+def test_the_host_goes_from_stream_to_stream_or_in_program_order():
+    program = made_of(
+        (OpKind.STATES_TO_DEVICE, Stream.STATES_H2D, ()),
+        (OpKind.CAST_GRAD, Stream.CAST, ()),
+        (OpKind.STATES_TO_DEVICE, Stream.STATES_H2D, ()),
+    )
+    assert times(program, [4, 1, 2], Queues.ONE_AHEAD) == [(0, 4), (4, 5), (4, 6)]
+    assert times(program, [4, 1, 2], Queues.ONE_WHEN_NEEDED) == [(0, 4), (0, 1), (4, 6)]
+
+
+@pytest.mark.parametrize("queues", ONE)
+def test_updates_on_the_cpu_are_in_no_queue_and_nothing_is_enqueued_before_the_update_it_waits_for(queues):
+    program = made_of(
+        (OpKind.GRAD_TO_HOST, Stream.GRAD_D2H, ()),
+        (OpKind.UPDATE_ON_HOST, Stream.CPU, (0,)),
+        (OpKind.PARAM_TO_DEVICE, Stream.PARAM_H2D, (1,)),
+        (OpKind.STATES_TO_DEVICE, Stream.STATES_H2D, ()),
+    )
+    assert times(program, [1, 5, 1, 3], queues) == [(0, 1), (1, 6), (6, 7), (0, 3)]
+
+
+def test_params_from_the_cpu_wait_behind_states_that_were_enqueued_ahead():
+    program = made_of(
+        (OpKind.UPDATE_ON_HOST, Stream.CPU, ()),
+        (OpKind.PARAM_TO_DEVICE, Stream.PARAM_H2D, (0,)),
+        (OpKind.STATES_TO_DEVICE, Stream.STATES_H2D, ()),
+        (OpKind.STATES_TO_HOST, Stream.STATES_D2H, (2,)),
+    )
+    assert times(program, [1, 1, 6, 2], Queues.ONE_AHEAD) == [(0, 1), (6, 7), (0, 6), (6, 8)]
+    assert times(program, [1, 1, 6, 2], Queues.ONE_WHEN_NEEDED) == [(0, 1), (1, 2), (0, 6), (6, 8)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(timed(), st.sampled_from(ONE), st.sampled_from(Sharing))
+def test_one_queue_runs_everything_in_order_and_is_never_faster_where_streams_share_nothing(made, queues, sharing):
+    program, seconds, _ = made
+    free = simulate(program, lambda op: seconds[op.index], OWN_LANES, sharing)
+    one = simulate(program, lambda op: seconds[op.index], OWN_LANES, sharing, queues=queues)
+    for op, waits in zip(program.ops, program.predecessors(), strict=True):
+        assert one.starts[op.index] >= free.starts[op.index]
+        assert one.starts[op.index] >= max((one.ends[i] for i in waits), default=0.0)
+        assert one.ends[op.index] == one.starts[op.index] + seconds[op.index]
+    assert sorted(index for ran in one.lanes.values() for index in ran) == [op.index for op in program.ops]
+
+
+@settings(max_examples=100, deadline=None)
+@given(timed(), st.sampled_from(ONE), st.sampled_from(Sharing))
+def test_one_queue_comes_to_an_end_on_any_lanes(made, queues, sharing):
+    program, seconds, lanes = made
+    one = simulate(program, lambda op: seconds[op.index], lanes, sharing, queues=queues)
+    assert sorted(index for ran in one.lanes.values() for index in ran) == [op.index for op in program.ops]
+    for op, waits in zip(program.ops, program.predecessors(), strict=True):
+        assert one.starts[op.index] >= max((one.ends[i] for i in waits), default=0.0)

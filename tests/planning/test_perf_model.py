@@ -13,6 +13,7 @@ import pytest
 
 from megatron_dos.planning import rivals
 from megatron_dos.planning.choice import More, choose
+from megatron_dos.planning.clock import Queues
 from megatron_dos.planning.machine import Machine, preset, preset_names
 from megatron_dos.planning.model import (
     HostPath,
@@ -425,3 +426,43 @@ def test_an_iteration_sends_the_grads_of_cpu_subgroups_in_its_backward_pass():
     interleaved = rivals.iteration(machine, work, step, 1e12, overheads, interleaved=True)
     assert interleaved.forward == pytest.approx(1.25 + 0.1)
     assert math.isclose(interleaved.backward, quiet.backward)
+
+
+# --- one hardware queue
+
+ONE_RANK = Workload(parameters=2_000_000_000, grad_bytes=2)
+
+
+def test_with_one_queue_enqueueing_ahead_costs_the_overlap_of_cpu_and_gpu_and_when_needed_hardly_anything():
+    machine = preset("h100-pcie5")
+    each, ahead, when_needed = (
+        clocked(machine, replace(ONE_RANK, queues=queues), Fraction(2, 5)).seconds for queues in Queues
+    )
+    assert ahead > 1.5 * each
+    assert each <= when_needed < 1.05 * each
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_one_queue_is_not_faster(name):
+    machine = preset(name)
+    for work in (ONE_RANK, replace(ONE_RANK, ranks=machine.gpus, grad_bytes=4, casts=True)):
+        for rival in RIVALS.values():
+            each, ahead, when_needed = (
+                rivals.step_of(rival, machine, replace(work, queues=queues)).makespan for queues in Queues
+            )
+            # What comes later may leave bandwidth to something that matters more.
+            assert min(ahead, when_needed) >= 0.98 * each, rival.name
+        for share in (Fraction(0), Fraction(2, 5), Fraction(4, 5), Fraction(1)):
+            each, ahead, when_needed = (
+                clocked(machine, replace(work, queues=queues), share).seconds for queues in Queues
+            )
+            assert min(ahead, when_needed) >= 0.98 * each, share
+
+
+def test_with_one_queue_the_choice_is_that_of_the_clock():
+    machine, work = preset("h100-pcie5"), replace(ONE_RANK, ranks=4, queues=Queues.ONE_AHEAD)
+    chosen, best = choose(machine, work), clock_optimum(machine, work)
+    assert (chosen.host_share, chosen.threads, chosen.step_seconds) == (best.host_share, best.threads, best.seconds)
+    assert best.host_share > choose(machine, replace(work, queues=Queues.EACH)).host_share
+    named = choose(machine, work, gpu_share=Fraction(1, 2))
+    assert named.step_seconds == clocked(machine, work, Fraction(1, 2)).seconds
