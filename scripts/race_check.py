@@ -32,6 +32,7 @@ from tqdm import tqdm
 
 from megatron_dos.device.host import HostDevice
 from megatron_dos.device.sim import RaceError, SimDevice, describe
+from megatron_dos.gpu_check.exchange import ExchangedDevice, set_back
 from megatron_dos.kernels import AdamScalars, device_kernel
 from megatron_dos.program.partition import STATES, OwnedRange, Partition, partition
 from megatron_dos.program.schedule import Op, Program
@@ -78,8 +79,8 @@ class Case:
 
 
 @dataclass
-class Run:
-    """An engine on a case, and what its steps gave."""
+class Run(ExchangedDevice):
+    """An engine on a case, and what its steps gave. The engine's device is this object."""
 
     case: Case
     device: Any
@@ -94,25 +95,9 @@ class Run:
         )
         self.restart()
 
-    def run(self, program: Program, handlers: Any, memory: Any) -> None:
-        """The engine's device is this object, so that `device` can be exchanged."""
-        self.device.run(program, handlers, memory)
-
-    def begin(self, op: Op, handler: Any) -> None:
-        self.device.begin(op, handler)
-
-    def join(self) -> None:
-        self.device.join()
-
-    def synchronize(self) -> None:
-        self.device.synchronize()
-
     def restart(self) -> None:
         """Back to the first step's start."""
-        for owner, (param, first) in enumerate(zip(self.params, self.case.params, strict=True)):
-            param.copy_(first)
-            zeros = torch.zeros(first.numel())
-            self.engine.write_owner_states(owner, {"master": first, "exp_avg": zeros, "exp_avg_sq": zeros})
+        set_back(self.engine, self.params, self.case.params)
 
     def program(self, step: Step) -> Program:
         """What the step will run."""

@@ -25,7 +25,7 @@ Torch does not count writes through `.data`, NumPy or raw pointers, collectives,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -159,10 +159,12 @@ class EarlyGrads:
     def _is_edited(self, owner: int) -> bool:
         return self._sent[owner] != self._edits(owner)
 
-    def _are_replaced(self, owners: Collection[int]) -> bool:
+    def _are_replaced(self, owners: Iterable[int]) -> bool:
         """Whether a parameter has another tensor for its grad than it had."""
-        now = (self._params[owner].main_grad for owner in owners)  # type: ignore[attr-defined]
-        return any(grad is not self._main_grads[owner] for grad, owner in zip(now, owners, strict=True))
+        return any(
+            self._params[owner].main_grad is not self._main_grads[owner]  # type: ignore[attr-defined]
+            for owner in owners
+        )
 
     def _edits(self, owner: int) -> tuple[int, ...]:
         """How often what a shard's grad lies in has been written to: its parameter's grad, its bucket, its buffer."""

@@ -19,10 +19,11 @@ import torch
 from megatron_dos.device import CudaDevice, HostDevice
 from megatron_dos.device.sim import SimDevice, describe
 from megatron_dos.gpu_check.context import Context
+from megatron_dos.gpu_check.exchange import ExchangedDevice, set_back
 from megatron_dos.gpu_check.late import Delays, Without
 from megatron_dos.kernels import AdamScalars, device_kernel
 from megatron_dos.program.partition import STATES, OwnedRange, Partition, partition
-from megatron_dos.program.schedule import Op, OpKind, Program
+from megatron_dos.program.schedule import OpKind, Program
 from megatron_dos.update.engine import EngineOptions, UpdateEngine
 from megatron_dos.update.operations import StepInputs
 
@@ -112,10 +113,8 @@ def make_case(dtypes: str, elements: int, subgroups: int, seed: int, odd: bool =
 
 
 @dataclass
-class Run:
+class Run(ExchangedDevice):
     """An engine on a case. The engine's device is this object, so that `device` can be exchanged."""
-
-    shares_memory = False
 
     case: Case
     place: torch.device
@@ -131,24 +130,9 @@ class Run:
         self.engine = UpdateEngine(self.case.partition, self.params, self.options, self, kernel, self.case.changing)
         self.restart()
 
-    def run(self, program: Program, handlers: Any, memory: Any) -> None:
-        self.device.run(program, handlers, memory)
-
-    def begin(self, op: Op, handler: Any) -> None:
-        self.device.begin(op, handler)
-
-    def join(self) -> None:
-        self.device.join()
-
-    def synchronize(self) -> None:
-        self.device.synchronize()
-
     def restart(self) -> None:
         """Back to before the first step. Nothing may be in flight."""
-        for owner, (param, first) in enumerate(zip(self.params, self.case.params, strict=True)):
-            param.copy_(first)
-            zeros = torch.zeros(first.numel())
-            self.engine.write_owner_states(owner, {"master": first, "exp_avg": zeros, "exp_avg_sq": zeros})
+        set_back(self.engine, self.params, self.case.params)
 
     def program(self, number: int, share: Fraction | float) -> Program:
         self.engine.set_host_share(share)

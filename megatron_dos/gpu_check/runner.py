@@ -413,8 +413,9 @@ def _bundled_pybind11(temporary: Path) -> str:
 
 def _default_path(gpu: str, dry: bool) -> Path:
     """A file that is not there yet. A dry run's is never in docs/results."""
-    folder = Path(os.environ.get("OUT", ""))
-    if not os.environ.get("OUT"):
+    if given := os.environ.get("OUT"):
+        folder = Path(given)
+    else:
         folder = Path.cwd() if CHECKOUT is None else CHECKOUT / "build" if dry else CHECKOUT / "docs" / "results"
     kind = "dry-run" if dry else re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
     stem = f"gpu-check-{kind}-{datetime.date.today().isoformat()}"

@@ -6,14 +6,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import dlpack
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["HandedOut"]
 

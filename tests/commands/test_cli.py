@@ -11,6 +11,7 @@ from pathlib import Path
 import megatron_trees
 import pytest
 from megatron_trees import TARGETS, snapshot
+from repository import ROOT
 
 import megatron_dos
 from megatron_dos import cli
@@ -128,7 +129,7 @@ def test_runs_as_a_module_without_torch_or_megatron(tree):
 def test_closed_output_is_no_traceback(tree):
     command = f"{sys.executable} -m megatron_dos.cli patch '{tree}' | true"
     finished = subprocess.run(
-        ["bash", "-c", command], capture_output=True, text=True, cwd=megatron_trees.ROOT, check=False
+        ["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, check=False
     )
     assert "Traceback" not in finished.stderr
 
@@ -137,7 +138,7 @@ def test_closed_output_is_no_traceback(tree):
 def test_output_that_cannot_be_written_is_no_traceback(tree, target, status):
     command = f"{sys.executable} -m megatron_dos.cli unpatch '{tree}' {target}"
     finished = subprocess.run(
-        ["bash", "-c", command], capture_output=True, text=True, cwd=megatron_trees.ROOT, check=False
+        ["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, check=False
     )
     assert finished.returncode == status, finished.stderr
     assert re.fullmatch(r"(megatron-dos: cannot write the output: [^\n]+\n)?", finished.stderr)
@@ -175,12 +176,12 @@ def test_only_plans_take_flags_of_megatron(tree, capsys):
 def test_package_runs_as_a_command():
     finished = subprocess.run(
         [sys.executable, "-m", "megatron_dos", "--version"],
-        capture_output=True, text=True, cwd=megatron_trees.ROOT, check=False,
+        capture_output=True, text=True, cwd=ROOT, check=False,
     )  # fmt: skip
     assert (finished.returncode, finished.stdout) == (0, f"megatron-dos {megatron_dos.__version__}\n")
     finished = subprocess.run(
         [sys.executable, "-m", "megatron_dos", "patch", "/nowhere"],
-        capture_output=True, text=True, cwd=megatron_trees.ROOT, check=False,
+        capture_output=True, text=True, cwd=ROOT, check=False,
     )  # fmt: skip
     assert finished.returncode == 2
     assert finished.stderr.startswith("megatron-dos: ")

@@ -14,8 +14,6 @@ from typing import Any
 
 from repository import ROOT
 
-__all__ = ["ROOT"]
-
 TARGETS = (
     "megatron/core/optimizer/__init__.py",
     "megatron/core/optimizer/optimizer_config.py",

@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron_trees import PACKAGE_INFO, TARGETS, snapshot
+from repository import ROOT
 
 from megatron_dos import cli
 from megatron_dos.arguments import field_docs
@@ -148,7 +149,7 @@ class TestPatchedTree:
     def test_is_what_the_generator_makes_of_the_options_of_today(self, tree):
         """A change of DosOptions needs a run of scripts/make_patch.py."""
         (patch,) = [one for one in patching.known_patches() if patching.read_version(tree) in one.versions]
-        folder = megatron_trees.ROOT / "patches" / patch.name
+        folder = ROOT / "patches" / patch.name
         diff, manifest = make_patch.make(tree, list(patch.versions))
         assert (folder / "hooks.diff").read_text() == diff
         assert (folder / "manifest.json").read_text() == manifest
@@ -703,7 +704,7 @@ class TestGenerator:
 
 def test_page_shows_the_size_of_the_patch():
     """docs/patching.md shows what the command prints of each file."""
-    page = (megatron_trees.ROOT / "docs" / "patching.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "patching.md").read_text(encoding="utf-8")
     (patch,) = patching.known_patches()
     shown = dict(re.findall(r"^  (megatron/\S+) +(\+\d+ -\d+)$", page, re.MULTILINE))
     sizes = {
